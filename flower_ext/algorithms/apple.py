@@ -161,8 +161,8 @@ class Apple(Method):
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
         """Send each client all core models.
 
-        The message's model is the client's own core model. The names of the others end in their
-        clients' numbers.
+        The message's model is the client's own core model. The name of every other core model ends
+        in the number of the client that trains it.
         """
         cores = {int(client): records.to_record(core) for client, core in state.server.items()}
         # All messages share these records, so each core is converted only once.

@@ -17,7 +17,7 @@ A round starts from Θ̂_i = Θ_i + (Θ − Θ_i) ⊙ W_i. The client trains W_i
 ∇_Θ̂ F ⊙ (Θ − Θ_i) on a new sample of its records, and clamps W_i to [0, 1]. It makes
 ``first_passes`` passes in its first round and one pass in every later round. (In the paper, the
 first round makes passes until the loss no longer changes.) Under a `RecordLevelPlan` the client
-uploads Θ_i after clipping and with noise; Θ_i itself and W_i never leave the client.
+uploads a clipped and noised version of Θ_i; the exact Θ_i and W_i never leave the client.
 """
 
 from __future__ import annotations

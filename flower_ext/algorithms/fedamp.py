@@ -14,8 +14,8 @@ w_i, u_i              the client's memory, the model that the client receives
 ====================  =====================================================
 
 Client i descends F_i(w) + (λ/2α_k) ‖w − u_i‖² from its own last w_i. Under a `RecordLevelPlan` the
-client uploads w_i after clipping and with noise. The server compares and mixes only these uploads;
-w_i itself stays on the client.
+client uploads a clipped and noised version of w_i. The server compares and mixes only these
+uploads; the exact w_i stays on the client.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ from flower_ext.training import LocalTraining, Proximal
 log = getLogger("flwr")
 
 UPLOADED, CLOUD, FADING = "uploaded.", "cloud.", "fading"
-"""Groups in the state: each client's w_i, each client's u_i, and a mark after the warning."""
+"""Groups in the state: each client's w_i, each client's u_i, and an empty group that shows that the
+server has already warned."""
 _LEAST_SHARE = 0.01
 """The server warns if other clients make up less than this share of every cloud model."""
 

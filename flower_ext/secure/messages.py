@@ -111,6 +111,6 @@ def check_length(name: str, data: bytes, size: int) -> None:
 
 
 def check_later(name: str, number: int, last: int) -> None:
-    """Raise a ProtocolError unless ``number``, of a round or epoch, is above ``last``."""
+    """Raise a ProtocolError unless the round or epoch ``number`` is above ``last``."""
     if number <= last:
         raise ProtocolError(f"{name} {number}: expected a number above {last}")

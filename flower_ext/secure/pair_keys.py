@@ -44,8 +44,8 @@ class PairKeys:
     """The keys that silo ``index`` shares with every other silo of one run.
 
     No other run has the same public ``context``. ``private`` is the silo's raw X25519 key, and
-    ``public_keys`` are the raw keys of all silos, in their order. Silos that received different
-    server keys derive different pair keys.
+    ``public_keys`` are the raw keys of all silos, in their order. ``server_key`` is the server's
+    public key. Two silos that received different server keys derive different pair keys.
 
     Attributes
     ----------
@@ -114,8 +114,8 @@ class PairKeys:
     ) -> list[mpz]:
         """Return this silo's masks: ``count`` numbers that are invertible modulo ``modulus``.
 
-        At each position, the product of all silos' masks is one. A random number has no inverse
-        with a probability of about one over the smallest prime factor of ``modulus``.
+        At each position, the product of all silos' masks is one. The probability that a random
+        number has no inverse is about one over the smallest prime factor of ``modulus``.
         """
         above, below = [mpz(1)] * count, [mpz(1)] * count
         for key, divides in self.mask_keys(purpose, round_number):
@@ -125,10 +125,10 @@ class PairKeys:
         return [x * gmpy2.invert(y, modulus) % modulus for x, y in zip(above, below, strict=True)]
 
     def mask_keys(self, purpose: str, round_number: int) -> list[tuple[bytes, bool]]:
-        """Return one pair (key, subtracts) for each other silo.
+        """Return one pair (key, subtracts) for every other silo.
 
-        Both silos get the same key, and draw the same mask from it. The silo with ``subtracts``
-        True subtracts the mask, and the other silo adds it.
+        The other silo gets the same key as this silo, and draws the same mask from it. The silo
+        with ``subtracts`` True subtracts the mask, and the other silo adds it.
 
         Raises
         ------
@@ -167,7 +167,9 @@ class PairKeys:
 
     def _sealing_key(self, other: int) -> bytes:
         if other not in self._keys:
-            raise ProtocolError(f"no key with silo {other!r}: expected one of {sorted(self._keys)}")
+            raise ProtocolError(
+                f"no key with silo {other!r}: expected one of the other silos, {sorted(self._keys)}"
+            )
         return derive(self._keys[other], "seal")
 
     def _header(self, sender: int, receiver: int, purpose: str) -> bytes:

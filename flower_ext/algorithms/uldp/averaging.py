@@ -85,7 +85,7 @@ from flower_ext.training import LocalTraining
 log = getLogger("flwr")
 
 SILOS, WEIGHTS = "silos", "weights"
-"""Names in the state: the group of silos' answers, and in this group the weights w_{s,u}.
+"""Names in the state: the group of the silos' answers, and the weights w_{s,u} in this group.
 
 The group has no weights if the server does not know them.
 """
@@ -141,10 +141,10 @@ class UldpAvg(Method):
         send the server how many records each user has, unless the run uses a `weighted_sum`.
     user_draw : {"server", "silos"}
         The party that draws the users of a round, unless a `weighted_sum` with ``draw_choices``
-        draws them. "silos" draw from a key that the server does not have (`Task.draw_key`). The
-        server then does not learn who takes part, so sampling also lowers the ε against the server.
-        Every silo learns who takes part. The plan needs a `PoissonSampling` and a `SecureSum`
-        without colluding silos.
+        draws them. With "silos", the silos draw from a key that the server does not have
+        (`Task.draw_key`). The server then does not learn who takes part, so sampling also lowers
+        the ε against the server. Every silo learns who takes part. With "silos", the plan needs a
+        `PoissonSampling` and a `SecureSum` without colluding silos.
     local : LocalTraining
         Training of the whole model on one user's records.
     **options
@@ -178,7 +178,7 @@ class UldpAvg(Method):
         return sums
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
-        """Return the population of users, hidden by a weighted sum or by the silos' draw."""
+        """Return the users, as `HiddenUsers` under a weighted sum or a draw by the silos."""
         by_server = self.user_draw == "server" and not summation.hidden_draw
         if summation.brings_weights or not by_server:
             return HiddenUsers(plan.sampling, self.num_silos, drawn_by_server=by_server)

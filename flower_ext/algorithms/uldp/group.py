@@ -79,7 +79,7 @@ def local_update(work: ClientWork) -> LocalResult:
 
 
 def kept(work: ClientWork) -> Examples:
-    """Return the silo's records, with at most as many of each user as the server allows.
+    """Return the silo's records, cut to the number of records per user that the server allows.
 
     The records are chosen at random, and they are the same in every round.
     """
@@ -174,7 +174,7 @@ class UldpGroup(Method):
     def complete_summary(self, run: RunSummary, state: State) -> RunSummary:
         """Return the run's summary with k as its ``group_size``.
 
-        If ``group_size`` is a word and the silos have not answered yet, the size is None.
+        The size is None if ``group_size`` is "max" or "median" and the silos have not answered yet.
         """
         limits = state.server.get(LIMITS)
         known = self.group_size if isinstance(self.group_size, int) else None

@@ -32,14 +32,14 @@ from flower_ext.privacy.theorems.uldp import Weighting
 from flower_ext.training import LocalTraining, Params, trains_one_by_one
 
 USERS = "users"
-"""Name of the record with a round's users and a silo's weights, and of the setting with |U|."""
+"""Name of the `ArrayRecord` with a round's users and a silo's weights, and of the setting |U|."""
 SAMPLED = "sampled"
 WEIGHTS = "weights"
 HISTOGRAM, ONE_BY_ONE, FINGERPRINT = "histogram", "one-by-one", "draw-fingerprint"
 RATE = "user-sampling-rate"
 """Name of the setting with q, if the silos draw the users; missing if the server draws them."""
 MOST_RECORDS = 2**40
-"""Most records that one user may have in one silo, so that sums over silos stay exact."""
+"""Largest number of records of one user in one silo, so that sums over silos stay exact."""
 DISCLOSURES: Mapping[Weighting, Sequence[str]] = {
     "equal": (),
     "by-records": (
@@ -97,7 +97,7 @@ def check_weights(
 
 
 def users_records(weights: np.ndarray, users: Sequence[int], num_users: int) -> list[ArrayRecord]:
-    """Return one record per silo: one bit per user, set if the user takes part, and the weights."""
+    """Return an `ArrayRecord` per silo: a bit per user, set if it takes part, and the weights."""
     chosen = np.zeros(num_users, dtype=bool)
     chosen[np.asarray(users, dtype=np.int64)] = True
     bits = np.packbits(chosen)

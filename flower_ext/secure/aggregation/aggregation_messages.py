@@ -50,7 +50,7 @@ class _RoundMessage(ProtocolMessage):
         return {name: lengths[name] for name in names if name in lengths}
 
     def check(self, context: RoundContext) -> None:
-        """Refuse a message of another round, with unknown members, or with wrong lengths."""
+        """Refuse a message of a different round, with unknown members, or with wrong lengths."""
         if self.digest != context.digest:
             name, number = type(self).__name__, context.round_number
             raise ProtocolError(f"message: expected {name} of round {number} of this run")
@@ -120,8 +120,9 @@ class MaskedInput(_RoundMessage):
 class UnmaskRequest(_RoundMessage):
     """To a member, after the training: for each neighbour, the kind of share to reveal.
 
-    ``answers`` counts all members whose masked vectors arrived. The kind of a neighbour that sent
-    shares of its secrets is `OF_SEED` if its masked vector arrived, and `OF_KEY` if it was lost.
+    ``answers`` counts all members whose masked vectors arrived. ``kinds`` has an entry for each
+    neighbour that sent shares of its secrets. The entry is `OF_SEED` if the neighbour's masked
+    vector arrived, and `OF_KEY` if the neighbour was lost.
     """
 
     kind = b"Q"
@@ -129,7 +130,7 @@ class UnmaskRequest(_RoundMessage):
     kinds: Mapping[int, bytes]
 
     def check(self, context: RoundContext) -> None:
-        """Refuse a request of another round, or for an unknown kind of share."""
+        """Refuse a request of a different round, or for an unknown kind of share."""
         if not 0 <= self.answers <= context.members:
             raise InvalidValue(f"answers={self.answers}: expected 0 to {context.members}")
         if not set(self.kinds.values()) <= {OF_SEED, OF_KEY}:

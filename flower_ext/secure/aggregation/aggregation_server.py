@@ -47,7 +47,7 @@ _STAGES: Mapping[type[Answer], str] = {
 
 
 class ShareFault(Enum):
-    """Fault in a member's shares. The value is a sentence for a report; "it" is the member."""
+    """Fault in a member's shares. The value describes the fault; "it" and "its" mean the member."""
 
     UNOPENED = "its sealed shares could not be opened by {neighbours}"
     WRONG = (
@@ -112,8 +112,8 @@ class SumServer:
         Raises
         ------
         ProtocolError
-            The message is of another round or stage, or the member's second one of this stage, or
-            the member has left the round.
+            The message is of a different round or stage, the member has already sent a message in
+            this stage, or the member has left the round.
         InvalidValue
             The content is malformed.
         """
@@ -138,7 +138,8 @@ class SumServer:
     def keys(self) -> dict[int, Keys]:
         """Close the first stage, and return the keys that each remaining member needs.
 
-        A member that has fewer neighbours left than the threshold leaves the round as well.
+        Two kinds of members leave the round: members that sent no keys, and members with fewer
+        remaining neighbours than the threshold.
         """
         staying = self._close(Advert, set(self._keys))
         return {
@@ -178,8 +179,8 @@ class SumServer:
     def total(self) -> Residues:
         """Close the round: remove the masks, and return the sum over `answered`.
 
-        Raise an `IncompleteRound` if too few valid shares of a secret arrived, or if they give
-        another secret than the member published.
+        Raise an `IncompleteRound` if too few valid shares of a secret arrived, or if the rebuilt
+        secret does not fit the hash or public key that the member published.
         """
         self._require(Revealed)
         self.awaited = None
@@ -253,8 +254,8 @@ class SumServer:
                 return secret
         self.faults[member, ShareFault.UNFIT] = set()
         raise IncompleteRound(
-            f"{what} of member {member}: the shares rebuild a secret that the member did not "
-            "publish; the round is discarded"
+            f"{what} of member {member}: expected shares of a secret that fits the hash or public "
+            "key that the member published; the round is discarded"
         )
 
     def _is_right(self, holder: int, owner: int, revealed: bytes) -> bool:
@@ -273,7 +274,7 @@ class SumServer:
         return public_of(secret) == key_pair(self._keys[member])[0]
 
     def _kinds(self, member: int) -> dict[int, bytes]:
-        """Return the kind of share that ``member`` is to reveal for each neighbour that shared."""
+        """Return the kind of share to reveal for each neighbour of ``member`` that sent shares."""
         return {
             other: OF_SEED if other in self._answered else OF_KEY
             for other in self._near(member, self._sharing)
@@ -283,7 +284,7 @@ class SumServer:
         return [other for other in self._graph[member] if other in among]
 
     def _close(self, stage: type[Answer], left: set[int]) -> set[int]:
-        """Open the next stage for the members in ``left`` with enough neighbours; return these."""
+        """Open the next stage for the members in ``left`` with enough neighbours; return them."""
         threshold = self._context.threshold
         while few := {m for m in left if len(self._near(m, left)) < threshold}:
             left = left - few  # a member that leaves may leave its neighbours with too few

@@ -30,8 +30,8 @@ GRAPH_BYTES = 32
 class RoundContext(SumParameters, Checked, JsonRecord):
     """Public values that the server announces before a round.
 
-    Members are numbered from 0. A node does not believe the number of ``colluders``: its owner
-    names another one (see `federation.sums.masked.check_limits`).
+    Members are numbered from 0. A node does not rely on the announced number of ``colluders``. It
+    uses the number that its owner configures (see `federation.sums.masked.check_limits`).
 
     Parameters
     ----------

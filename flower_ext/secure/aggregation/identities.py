@@ -34,7 +34,8 @@ class Identities:
     def read(cls, key_file: str | Path, members_file: str | Path) -> Identities:
         """Read a private key and a list of public keys, as ``ssh-keygen -t ed25519`` writes them.
 
-        Refuse an unreadable file, another kind of key, a password, and a key listed twice.
+        Refuse an unreadable file, a key that is not an Ed25519 key, a private key with a password,
+        and a public key that is listed twice.
         """
         try:
             private = load_ssh_private_key(Path(key_file).read_bytes(), password=None)
@@ -65,7 +66,7 @@ class Identities:
         return self.public + self.private.sign(_statement(context, member, keys))
 
     def check(self, context: RoundContext, entries: Mapping[int, bytes]) -> None:
-        """Raise a ProtocolError unless a trusted identity signed each other member's keys.
+        """Raise a ProtocolError unless a trusted identity signed every other member's keys.
 
         No two members, this one included, may have the same identity. Each entry holds a member's
         keys, identity and signature.
@@ -96,5 +97,5 @@ class Identities:
 
 
 def _statement(context: RoundContext, member: int, keys: bytes) -> bytes:
-    """Return the bytes that a member signs: the round, its number and its two public keys."""
+    """Return the bytes that a member signs: the round, the member's number and its public keys."""
     return _DOMAIN + context.digest + member.to_bytes(8, "big") + b"".join(key_pair(keys))

@@ -73,7 +73,7 @@ def share_hash(digest: bytes, share: bytes, *, owner: int, holder: int, kind: by
 def channel_key(
     digest: bytes, private: bytes, other_public: bytes, *, sender: int, receiver: int
 ) -> bytes:
-    """Return the key of shares from ``sender`` to ``receiver``; the way back has another key."""
+    """Return the key that encrypts shares from ``sender`` to ``receiver``, in this direction."""
     shared, public = agreed(private, other_public)
     low, high = sorted((public, other_public))
     return derive(shared, "sum: channel", digest, sender, receiver, low, high)

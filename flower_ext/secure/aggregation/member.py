@@ -61,11 +61,12 @@ class Member(JsonRecord):
     After each call, store the bytes of `to_bytes` before you send the call's reply. A member that
     is restored from an older state could answer one message in two ways. The bytes hold secrets
     without encryption: store them on this node only. A call that raises an error changes nothing.
-    A call out of order, or with another round's message, raises a `ProtocolError`. So does a signed
-    round if the member has no ``identities``, and an unsigned round if the member has some.
+    A call out of order, or with a different round's message, raises a `ProtocolError`. Give
+    ``identities`` in a signed round, and only there: otherwise `advertise` and `share` raise a
+    `ProtocolError`.
 
-    A new member has only the server's invitation; `from_bytes` restores the other fields, which
-    earlier steps keep for later steps. ``keys`` maps each neighbour to its public keys. ``held``
+    A new member has only the server's ``invitation``. Each step fills fields for later steps, and
+    `from_bytes` restores all fields. ``keys`` maps each neighbour to its public keys. ``held``
     maps each neighbour to the shares of its seed and mask key that this member received. The shares
     are empty bytes if this member could not open them.
     """
@@ -125,8 +126,9 @@ class Member(JsonRecord):
         Raises
         ------
         ProtocolError
-            The message has other keys for this member than it sent, fewer neighbours than the
-            threshold sent keys, or a neighbour's signature is missing, wrong or not trusted.
+            The message has different keys for this member than this member sent, fewer neighbours
+            than the threshold sent keys, or a neighbour's signature is missing, wrong or not
+            trusted.
         InvalidValue
             A key is malformed, of low order, given twice, or does not belong to a neighbour.
         """

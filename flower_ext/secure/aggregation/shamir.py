@@ -40,7 +40,7 @@ def split(
 def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
     """Rebuild the secret from the first ``threshold`` shares. Wrong shares give a wrong secret.
 
-    Refuse too few shares, a share outside the field, and a value that does not fit 32 bytes.
+    Refuse too few shares, a share outside the field, and a rebuilt secret of more than 32 bytes.
     """
     chosen = sorted(shares)[:threshold]
     _check_points(chosen, threshold)

@@ -2,9 +2,9 @@
 
 No party learns how many records a user has in a silo other than its own. Source: Protocol 1 of Kato
 et al., "Uldp-FL" (PVLDB 2024), for honest-but-curious parties that do not collude.
-``docs/proved/paillier.md`` states what each party sees, and why this package adds to the paper a
-secret order of the users, a seed that silo 0 cannot choose, masks that multiply to one,
-re-randomised ciphertexts, dithered noise, and draws that nobody knows.
+``docs/proved/paillier.md`` states what each party sees, and gives the reasons for six additions to
+the paper: a secret order of the users, a seed that silo 0 cannot choose, masks that multiply to
+one, re-randomised ciphertexts, dithered noise, and draws that no party learns.
 
 ====================  =====================================================================
 paper                 here
@@ -17,7 +17,7 @@ P                     `PaillierSettings.precision`, for the whole sum over all s
 ====================  =====================================================================
 
 `PaillierServer` and `PaillierSilo` are the parties; their methods are the steps of the protocol,
-in order. `ServerParty` and `SiloParty` hold everything that does not depend on the scheme, so that
-another scheme adds its arithmetic only. `agreement` and `paillier_settings` define the messages
-between them. This package uses neither torch nor Flower.
+in order. `ServerParty` and `SiloParty` hold everything that does not depend on the scheme, so a
+further scheme adds only its arithmetic. `agreement` and `paillier_settings` define the messages
+between the server and the silos. This package uses neither torch nor Flower.
 """

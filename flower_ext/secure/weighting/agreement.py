@@ -6,7 +6,7 @@ The server and the silos take these steps before a sum:
 step       message of the server                       answer of a silo
 =========  ==========================================  =============================================
 ``begin``  the settings                                its public key
-``keys``   public keys of all silos and of the server  silo 0: the seed, sealed for each other silo
+``keys``   public keys of all silos and of the server  silo 0: the seed, sealed for every other silo
 ``count``  the seed, sealed for the silo               its masked counts
 ``draw``   to silo 0: a round's number and an offer    silo 0: the hidden choices of all silos
 =========  ==========================================  =============================================
@@ -104,7 +104,7 @@ class PartySettings(Checked, JsonRecord, ABC):
         """Return the most records that one user may have in ``silo``."""
 
     def check_round(self, number: int, last: int) -> None:
-        """Raise a ProtocolError unless round ``number`` may follow a party's round ``last``."""
+        """Raise a ProtocolError unless round ``number`` may follow ``last``, the last round."""
         check_later("round", number, last)
 
 

@@ -19,7 +19,8 @@ from flower_ext.checks import Checked, Count, Positive
 from flower_ext.errors import InvalidValue
 
 LARGEST_EXPONENT = 2**61
-"""Largest encoded magnitude: twice this number fits a signed 64-bit integer."""
+"""Largest magnitude of an encoded value, which serves as an exponent of a ciphertext. Twice this
+number fits a signed 64-bit integer."""
 _SPARE_BITS = 64
 
 
@@ -61,7 +62,7 @@ class FixedPoint(Checked):
         return np.clip(scaled, -self.largest, self.largest)  # only rounding exceeds this limit
 
     def decode(self, encoded: Iterable[int], *, scale: int = 1) -> NDArray[np.float64]:
-        """Return the values of integers from `encode` that were then multiplied by ``scale``."""
+        """Undo `encode` for integers that were multiplied by ``scale`` after the encoding."""
         return np.array([int(x) / scale * self.step for x in encoded], dtype=np.float64)
 
 

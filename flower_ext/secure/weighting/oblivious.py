@@ -90,7 +90,7 @@ class Sender:
         )
 
     def keys(self, answer: bytes, transfers: int, num_texts: int) -> list[bytes]:
-        """Return for each transfer its P keys, joined. The receiver can compute only one of them.
+        """Return each transfer's P keys, joined. The receiver can compute only one key of each.
 
         Refuse an ``answer`` of the receiver without one point of the group for each transfer.
         """

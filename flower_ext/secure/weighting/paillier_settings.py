@@ -18,7 +18,7 @@ from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES
 from flower_ext.secure.weighting.paillier import SECURE_KEY_BITS, PublicKey, check_key_bits
 
 _MOST_RECORDS = 2**24
-"""Most records per user for which a silo searches the modulus for small factors within a second."""
+"""Largest ``max_records_per_user``: a silo finds factors of the modulus up to it in a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +137,8 @@ class PaillierSettings(PaillierOptions, PartySettings):
     def sum_bound(self) -> int:
         """Largest magnitude of a coordinate of the encoded sum.
 
-        A user's weights sum to one over the silos, so a user adds at most one update. A silo adds
-        its noise and a dither of at most half a step.
+        A user's weights sum to one over the silos, so the user adds at most the largest coordinate
+        of one update. A silo adds its noise and a dither of at most half a step.
         """
         users = self.users * self.encoding.largest
         return self.common_multiple * (users + self.silos * (self.noise_encoding.largest + 1))

@@ -55,8 +55,8 @@ class PaillierSilo(SiloParty):
     def encrypted_weights(self, message: PaillierWeights) -> list[mpz]:
         """Return the ciphertext Enc(n_su / N_u · C_LCM) of each user in `counted`.
 
-        Each ciphertext takes one long exponentiation, and all coordinates of the user's update then
-        share it.
+        Computing a ciphertext takes one long exponentiation. The ciphertext then serves all
+        coordinates of the user's update.
         """
         settings, public = self.settings, self.public
         inverses = unpack_ciphertexts(self._opened(message), settings, public)

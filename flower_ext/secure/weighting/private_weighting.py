@@ -67,7 +67,7 @@ class PrivateWeighting(PaillierOptions, WeightingProtocol):
     def assumed_totals(self) -> str:
         """Assumption on how many records a user has over all silos; no silo can check it alone.
 
-        The text is empty if ``silo_record_limits`` are given and ``allowed_totals`` are not,
+        This string is empty if ``silo_record_limits`` are given and ``allowed_totals`` are not,
         because the limits then keep every user within N_max. If a user breaks the assumption, the
         sum is out of bounds. From such a sum, the server may find this user's number of records by
         testing every possible number.

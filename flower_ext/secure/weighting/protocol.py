@@ -1,9 +1,9 @@
 """Interface of a protocol for private weighting: its options, and its server and silos.
 
-`federation.sums.weighted` runs the parties over Flower. To add a protocol, a distribution declares
-an entry point in the group ``flower_ext.weighting``. The entry point has the name of the protocol
-and refers to a subclass of `WeightingProtocol`. Loading a protocol needs the extra ``weighting``;
-importing this module does not.
+`federation.sums.weighted` runs the parties over Flower. To add a protocol, a Python package
+declares an entry point in the group ``flower_ext.weighting``. The entry point has the name of the
+protocol and refers to a subclass of `WeightingProtocol`. Loading a protocol needs the extra
+``weighting``; importing this module does not.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class WeightingProtocol(Checked, ABC):
     server_type: ClassVar[type[ServerParty[Any, Any]]]
     silo_type: ClassVar[type[SiloParty]]
     secure_sum: ClassVar[str]
-    """Assumption under which the server sees no silo's upload."""
+    """Assumption under which the server sees only the sum of the silos' uploads."""
     secret_draw: ClassVar[str] = HIDDEN_BY_TRANSFER
     """Assumption under which, with ``draw_choices``, no party knows the drawn users."""
 
@@ -136,8 +136,8 @@ def load_protocol(name: str) -> type[WeightingProtocol]:
     """
     if name not in protocols():
         raise InvalidValue(
-            f"protocol={name!r}: expected one of {', '.join(sorted(protocols()))}; if it "
-            "is a separate distribution, install that first: "
+            f"protocol={name!r}: expected one of {', '.join(sorted(protocols()))}; if a separate "
+            "package provides this protocol, install that package first: "
             f"{how_to_install(f'flower-ext-{name}')}"
         )
     try:
@@ -153,7 +153,7 @@ def load_protocol(name: str) -> type[WeightingProtocol]:
 
 
 def protocol_of(data: bytes) -> type[WeightingProtocol]:
-    """Return the protocol that ``data``, a run's settings or a silo's state, names."""
+    """Return the protocol that is named in ``data``: a run's settings, or a silo's state."""
     values = json.loads(data)
     if not isinstance(values, dict) or "kind" not in values:
         raise InvalidValue("settings: expected JSON that names a protocol as its 'kind'")

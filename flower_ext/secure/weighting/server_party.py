@@ -61,7 +61,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         settings, silos = self.settings, range(self.settings.silos)
         keys = yield ProtocolStep(name=BEGIN, questions=dict.fromkeys(silos, settings.to_bytes()))
         _check_keys(keys)
-        # All silos get the same keys: a silo that got others would log another fingerprint.
+        # All silos get the same keys: with different keys, a silo logs a different fingerprint.
         public = b"".join(keys[silo] for silo in silos) + self.public_key
         answers = yield ProtocolStep(name=KEYS, questions=dict.fromkeys(silos, public))
         sealed, others = answers[SEEDING_SILO], silos[1:]
@@ -76,15 +76,16 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
     def begin_round(self, number: int, places: Collection[int] | None) -> Dialogue[bytes]:
         """Begin a round, and return one message with encrypted weights, for all silos.
 
-        The server abandons an earlier round that is still open. ``places`` are the places, in the
-        silos' secret order, of the users that take part. If None, the silos draw users if the
-        settings have ``draw_choices``; otherwise all users take part.
+        The server abandons an earlier round that is still open. If the settings have
+        ``draw_choices``, the silos draw the users, and ``places`` must be None. Otherwise,
+        ``places`` are the positions, in the silos' secret order, of the users that take part; None
+        stands for all users.
 
         Raises
         ------
         ProtocolError
-            The set-up is not complete, the number is not above the last, or places are given
-            although the silos draw users.
+            The set-up is not complete, the number is not above the last round's number, or places
+            are given although the silos draw users.
         ValueError
             A place is out of range.
         """
@@ -115,9 +116,9 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         Raises
         ------
         ProtocolError
-            No round is open, the sum is of another round, or the silo sent a sum before.
+            No round is open, the sum is of a different round, or the silo sent a sum before.
         ValueError
-            The sum is malformed, or is in the name of another silo.
+            The sum is malformed, or names a different silo as its sender.
         """
         message: Any = self.sum_type.from_bytes(data, self.settings)
         if message.silo != silo:
@@ -129,7 +130,9 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
                 f"sum of round {message.round_number}: expected round {self._open_round}"
             )
         if silo in self._sums:
-            raise ProtocolError(f"silo {silo} has already sent its sum: expected one from each")
+            raise ProtocolError(
+                f"silo {silo} has already sent its sum: expected one sum from each silo"
+            )
         self._check_sum(message)
         self._sums[silo] = message
 
@@ -169,8 +172,8 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
     def _sealed_weights(self, number: int, sender: Sender, choices: bytes) -> ProtocolMessage:
         """Return ``draw_choices`` sealed weights for each user, of which the silos can open one.
 
-        ``choices`` is the answer of silo 0 to the offer of ``sender``. With
-        ``winning_choices`` of its weights a user takes part; with the others it does not.
+        ``choices`` is the answer of silo 0 to the offer of ``sender``. Under ``winning_choices`` of
+        the sealed weights, the user takes part. Under the others, the user does not.
         """
 
     @abstractmethod
@@ -204,7 +207,8 @@ def _check_keys(keys: Mapping[int, bytes]) -> None:
     for silo, public in keys.items():
         if (other := first.setdefault(public, silo)) != silo:
             raise InvalidValue(
-                f"silos {other} and {silo}: expected a different public key from each"
+                f"silos {other} and {silo} sent the same public key: expected a different key from "
+                "each silo"
             )
         try:
             check_public(public)

@@ -97,7 +97,8 @@ class SiloParty(JsonRecord, ABC):
         Raises
         ------
         ProtocolError
-            The step is unknown, repeated or out of order, or a draw is for a round that was used.
+            The step is unknown, repeated or out of order. Or the step is ``draw``, and the settings
+            have no ``draw_choices``, or this silo has already used that round or a later one.
         """
         if step not in _STAGE_OF:
             raise ProtocolError(f"step={step!r}: expected {BEGIN}, {KEYS}, {COUNT} or {DRAW}")
@@ -124,7 +125,7 @@ class SiloParty(JsonRecord, ABC):
         ------
         ProtocolError
             The set-up is not complete, the round may not follow the last one, or the weights belong
-            to another round.
+            to a different round.
         ValueError
             The weights are malformed.
         """
@@ -137,7 +138,7 @@ class SiloParty(JsonRecord, ABC):
 
     @cached_property
     def _pairs(self) -> PairKeys:
-        """The keys that this silo shares with each other silo."""
+        """The keys that this silo shares with every other silo."""
         return PairKeys(
             context=self.settings.context,
             index=self.index,
@@ -157,7 +158,7 @@ class SiloParty(JsonRecord, ABC):
 
     @abstractmethod
     def _count_answer(self) -> bytes:
-        """Return the silo's masked counts, which the server cannot read, in the secret order."""
+        """Return the masked counts, in the users' secret order. The server cannot read them."""
 
     def _check_draw(self, number: int) -> None:
         """Raise a ProtocolError if the users of round ``number`` were already drawn."""
@@ -180,7 +181,7 @@ class SiloParty(JsonRecord, ABC):
             )
 
     def _take_keys(self, question: bytes) -> bytes:
-        """Agree on a key with each other silo; silo 0 returns the seed, sealed for the others."""
+        """Agree on a key with every other silo; silo 0 returns the seed, sealed for the others."""
         end = KEY_BYTES * self.settings.silos
         keys = [question[start : start + KEY_BYTES] for start in range(0, end, KEY_BYTES)]
         server_key = question[end:]
@@ -211,7 +212,7 @@ class SiloParty(JsonRecord, ABC):
         held = [operator.index(count) for count in counts]
         if len(held) != self.settings.users:
             raise InvalidValue(
-                f"counts of {len(held)} users: expected those of {self.settings.users} users"
+                f"counts of {len(held)} users: expected counts of {self.settings.users} users"
             )
         if not all(0 <= count <= limit for count in held):
             raise InvalidValue(
@@ -236,8 +237,8 @@ class SiloParty(JsonRecord, ABC):
         """Return the receiver of a round's draw, the same for all silos."""
         if self.settings.draw_choices is None:
             raise ProtocolError(
-                "the settings have no draw_choices: expected no step 'draw', because the server "
-                "names the users"
+                "step='draw': expected settings with draw_choices; leave this step out, because "
+                "without draw_choices the server decides which users take part"
             )
         return Receiver(
             offer,
@@ -249,7 +250,7 @@ class SiloParty(JsonRecord, ABC):
 
 
 class SiloSum(ABC):
-    """A silo's sum of one round. A user's update may be added as soon as it is trained."""
+    """A silo's sum of one round. Callers may add a user's update as soon as its training ends."""
 
     def __init__(self, silo: SiloParty, number: int) -> None:
         self._number = number

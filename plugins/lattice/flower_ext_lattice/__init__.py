@@ -10,8 +10,9 @@ package is a plug-in: an entry point of the group ``flower_ext.weighting`` regis
 
 Protocol 1 inverts blinded totals, so a plaintext must hold lcm(1, …, N_max). In this protocol the
 silos look the inverse up in a table instead. They share a secret shift ρ_u for each user. The
-server learns only x_u = N_u + ρ_u modulo M. It offers encryptions of ⌊2^k / j⌋ for all j, rotated
-by x_u. The silos can open only the encryption at ρ_u, which is that of j = N_u.
+server learns only x_u = N_u + ρ_u modulo M. The server offers encryptions of ⌊2^k / j⌋ for all j,
+rotated by x_u. The silos can open only the encryption at position ρ_u, where j is N_u. The
+specification is ``docs/proved/lattice.md``.
 
 =========================  ================================================================
 specification              here
@@ -26,9 +27,9 @@ second key per entry       `columns`: ``draw_choices`` is P, ``winning_choices``
 =========================  ================================================================
 
 The set-up and the rounds have the steps of `flower_ext.secure.weighting.agreement`. Silo 0 adds the
-silos' choices ρ_u of the oblivious transfer to its masked counts. An epoch, which lasts until other
-users are drawn, has one set of weights. If all users take part in every round, the server sends the
-same weights again, and a silo accepts them if they are the same to the last bit.
+silos' choices ρ_u of the oblivious transfer to its masked counts. An epoch lasts until different
+users are drawn, and has one set of weights. If all users take part in every round, the server sends
+the same weights again, and a silo accepts them if they are the same to the last bit.
 
 A silo never needs to hold all users' updates at once.
 

@@ -30,7 +30,8 @@ class Columns:
     drawn : tuple of tuple of int
         y_u of each column: 0 or 1.
     keys : tuple of tuple of bytes
-        Key of each column; empty if the server names the drawn users, in a single column.
+        Key of each column. Empty if the server names the drawn users: every user then has a single
+        column without a key.
     """
 
     drawn: Sequence[tuple[int, ...]]
@@ -81,9 +82,9 @@ def open_columns(receiver: Receiver, sealed: bytes) -> list[tuple[int, bytes]]:
     Raises
     ------
     ValueError
-        A text is malformed, or was sealed for other silos or another draw.
+        A text is malformed, or was sealed for different silos or a different draw.
     """
     texts = receiver.open(sealed, DRAW_TEXT_BYTES)
     if any(text[0] > 1 for text in texts):
-        raise InvalidValue("weights: expected column numbers 0 and 1")
+        raise InvalidValue("weights: expected 0 or 1 as the number of every user's column")
     return [(text[0], text[1:]) for text in texts]

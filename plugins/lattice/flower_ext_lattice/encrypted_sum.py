@@ -33,7 +33,8 @@ _CUT_BITS = 64 - 8 * FIRST_WORD_BYTES
 _SQUARES = 512
 _HALF_STEP = 2 ** (STEP_BITS - 1)
 _EXCESS = 1 - MODULUS / 2**96
-"""Fraction by which a step exceeds 2^24 words, because a word is worth q / 2^64."""
+"""Relative excess of a step over 2^24 after the switch from the modulus q to the modulus 2^64. The
+switch multiplies a step, 2^56, by 2^64 / q, and q is below 2^96."""
 
 
 class Group:
@@ -73,8 +74,8 @@ def _groups(settings: LatticeSettings) -> list[Group]:
 class EncryptedSum:
     """The encrypted sum Σ_u V_su · (b_u, a_u) over the users that `add` was called with.
 
-    `words` returns the sum with noise and masks, rounded. The sum takes 32 bytes of memory per
-    coordinate.
+    V_su is user u's encoded update times n_su, and (b_u, a_u) encrypts the user's weight. `words`
+    returns the sum with noise and masks, rounded. The sum takes 32 bytes of memory per coordinate.
 
     Parameters
     ----------
@@ -179,7 +180,7 @@ class EncryptedSum:
         return first.tobytes(), second.tobytes()
 
     def _rerandomised(self, group: Group) -> tuple[Reals, NDArray[np.int64], NDArray[np.int64]]:
-        """Return c + r · pk (2 primes, 2 parts, words), fresh errors e2 and dithers."""
+        """Return three arrays: c + r · pk (2 primes, 2 parts, words), fresh errors e2, dithers."""
         stream, count = Stream.fresh(), group.lanes * DEGREE
         fresh = group.spread(stream.ternary(count))
         errors, dither = stream.errors(count), stream.dither(count, WEIGHT_BITS)

@@ -1,4 +1,7 @@
-"""The server's secret key s and its public key (pk0, pk1) = (e - pk1 · s, pk1)."""
+"""The server's secret key s and its public key (pk0, pk1) = (e - pk1 · s, pk1).
+
+The polynomial pk1 is uniform and follows from a public seed. The coefficients of e are small.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class SecretKey:
         return encryptions
 
     def public_words(self, public_seed: bytes) -> bytes:
-        """Return the words of pk0; ``public_seed`` determines pk1."""
+        """Return the words of pk0 = e - pk1 · s, with the pk1 that follows from ``public_seed``."""
         errors = Stream(derive(self._seed, "error")).errors(DEGREE).astype(np.float64)
         masks = public_polynomial(public_seed, "key")[:, None]
         return ring.to_words(self.encryptions(masks, errors[None]))
@@ -60,7 +63,7 @@ def public_key(public_seed: bytes, words: bytes) -> Reals:
 
 
 def key_pairs(first: Reals, second: Reals) -> Reals:
-    """Return pairs of polynomials as keys of `ring.add_products`.
+    """Return pairs of polynomials in the form of the argument ``keys`` of `ring.add_products`.
 
     The result holds reduced transforms, (count, 2 primes, 2 parts, DEGREE).
 

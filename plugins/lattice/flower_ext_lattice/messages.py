@@ -27,8 +27,10 @@ from flower_ext_lattice.settings import (
 class LatticeKey(ProtocolMessage):
     """The server's public key, for all silos.
 
-    ``public_seed`` determines pk1 and, together with the nonce of a set of weights, every a_u.
-    ``transfer`` is the sender's point of the oblivious transfer. ``words`` holds the words of pk0.
+    The key is a pair of polynomials, pk0 and pk1 (see `keys`). ``words`` holds the words of pk0.
+    ``public_seed`` determines pk1. The seed and the nonce of a set of weights determine the
+    polynomials a_u of this set (see `weights`). ``transfer`` is the point A with which the server
+    begins the oblivious transfer.
     """
 
     kind = b"LWsk"
@@ -47,12 +49,12 @@ class LatticeKey(ProtocolMessage):
 class LatticeWeights(ProtocolMessage):
     """One epoch's encrypted weights, for all silos. ``epoch`` is the number of its first round.
 
-    ``nonce`` is random, and every a_u and every pad depend on it, so that no two messages share
-    them, not even messages of one epoch. ``words`` holds all words of b_u except the constant word.
-    ``sealed`` holds, for each user, M candidates for the constant word; the silos can open one of
-    them. If the draw is secret, there are two columns of candidates. ``columns`` then holds their
-    sealed keys, and ``offer`` is the server's offer, for which silo 0 made all silos' choices.
-    Without a secret draw, ``columns`` and ``offer`` are empty.
+    ``nonce`` is random. Every a_u and every pad depend on it, so no two messages have an a_u or a
+    pad in common, even if they belong to one epoch. ``words`` holds the words of b_u except the
+    word of the constant coefficient. ``sealed`` holds, for each user, M candidates for that word;
+    the silos can open one of them. If the draw is secret, there are two columns of candidates.
+    ``columns`` then holds the columns' sealed keys, and ``offer`` is the server's offer, for which
+    silo 0 made all silos' choices. Without a secret draw, ``columns`` and ``offer`` are empty.
     """
 
     kind = b"LWew"

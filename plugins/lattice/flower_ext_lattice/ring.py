@@ -51,7 +51,7 @@ class Prime:
             root = pow(base, (self.value - 1) // (2 * DEGREE), self.value)
             if pow(root, DEGREE, self.value) == self.value - 1:
                 return root
-        raise AssertionError("no root found, although half of all numbers are no squares")
+        raise AssertionError("found no root: expected one, because half of all bases give a root")
 
     @cached_property
     def roots(self) -> Reals:
@@ -79,7 +79,7 @@ class Prime:
 PRIMES = Prime(281474976694273), Prime(281474976636929)
 MODULUS = PRIMES[0].value * PRIMES[1].value
 ROOM = 32
-"""Most products that a total may sum before `reduce`. Each product is at most 0.79 q."""
+"""Largest number of products in a total before `reduce`. Each product is at most 0.79 q."""
 
 
 def _switching(prime: Prime, other: Prime) -> list[float]:
@@ -211,8 +211,8 @@ def switch(residues: Reals, high: Reals, low: NDArray[np.int64]) -> NDArray[np.u
     Returns
     -------
     uint64 (count,)
-        rint(c · 2^64 / q). If c · 2^64 / q is within 2^-20 of a half, the result may be the
-        neighbour.
+        rint(c · 2^64 / q). If c · 2^64 / q is within 2^-20 of the middle between two integers, the
+        result may be either of them.
     """
     words = np.empty(residues.shape[1], np.uint64)
     ring_loops.switch(residues[0], residues[1], high, low, _SWITCHING, words)

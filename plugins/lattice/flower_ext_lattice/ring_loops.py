@@ -123,7 +123,7 @@ class _Vectors:
         return self._builder.fsub(x, y)
 
     def times(self, x: Any, w: Any) -> Any:
-        """Do as `_times`."""
+        """Return x · w modulo q, as `_times` does."""
         builder = self._builder
         high = builder.fmul(x, w)
         low = builder.call(self._fused, [x, w, builder.fneg(high)])
@@ -201,7 +201,7 @@ def _two_stages(x: Any, roots: Any, start: Any, groups: Any, q: Any) -> None:
 
 @_fast
 def _add_row(row: Any, key: Any, total: Any, q: Any) -> None:
-    """Add each eight neighbours of ``row``, times their number in ``key``, to ``total``."""
+    """Add every group of eight numbers of ``row``, times its factor in ``key``, to ``total``."""
     p = 1.0 / q
     for i in range(key.shape[0]):
         _add_product(row, LANES * i, key[i], total, q, p)
@@ -223,7 +223,7 @@ def _add_later_stages(x: Any, keys: Any, totals: Any, roots: Any, q: Any) -> Non
 
 @_fast
 def add_products(x: Any, keys: Any, totals: Any, roots: Any, q: Any) -> None:
-    """Do as `ring.add_products`, with the powers ``roots`` of the root of X^n + 1.
+    """Implement `ring.add_products`, with the powers ``roots`` of the root of X^n + 1.
 
     Keys are of magnitude up to q / 2, and each call adds at most 0.79 q to a total.
     """
@@ -243,7 +243,7 @@ def add_encoded(
     roots: Any,
     q: Any,
 ) -> None:
-    """Do as `ring.add_encoded`.
+    """Implement `ring.add_encoded`.
 
     The loop that encodes also does the first two stages, which saves passes through memory.
     ``squares`` holds 512 partial sums, so that additions do not wait for one another.
@@ -283,9 +283,9 @@ def reduce(x: Any, q: Any) -> None:
 
 @_fast
 def invert(x: Any, back: Any, q: Any, scale: Any) -> None:
-    """Do as `ring.invert`, for magnitudes up to 2^52, with the inverses ``back`` of the roots.
+    """Implement `ring.invert`, for magnitudes up to 2^52.
 
-    ``scale`` is the inverse of 4096 modulo q.
+    ``back`` holds the inverses of the roots, and ``scale`` is the inverse of 4096 modulo q.
     """
     p = 1.0 / q
     for i in range(x.shape[0]):
@@ -307,7 +307,7 @@ def invert(x: Any, back: Any, q: Any, scale: Any) -> None:
 
 @_fast
 def switch(one: Any, two: Any, high: Any, low: Any, rows: Any, words: Any) -> None:
-    """Do as `ring.switch`. Each of ``rows`` has the constants of one prime q.
+    """Implement `ring.switch`. Each of ``rows`` has the constants of one prime q.
 
     These are q; 2^56 and 2^28 modulo q; the inverse of the other prime modulo q; and 2^16 (2^48 -
     q) / q.
@@ -328,7 +328,7 @@ def switch(one: Any, two: Any, high: Any, low: Any, rows: Any, words: Any) -> No
 
 @_fast
 def split(words: Any, q: Any, x: Any) -> None:
-    """Do as `ring.split`; residues are of magnitude up to q."""
+    """Implement `ring.split`; residues are of magnitude up to q."""
     p = 1.0 / q
     for i in range(words.shape[0]):
         word = words[i]
@@ -338,7 +338,7 @@ def split(words: Any, q: Any, x: Any) -> None:
 
 @_fast
 def join(one: Any, two: Any, inverse: Any, q: Any, other: Any, words: Any) -> None:
-    """Do as `ring.add_joined`; ``inverse`` is the inverse of q modulo ``other``."""
+    """Implement `ring.add_joined`; ``inverse`` is the inverse of q modulo ``other``."""
     p = 1.0 / float(other)
     for i in range(words.shape[0]):
         t = int(_canonical(_times(two[i] - one[i], inverse, float(other), p), float(other), p))

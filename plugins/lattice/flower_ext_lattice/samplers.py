@@ -61,7 +61,7 @@ class Stream:
     def errors(self, count: int) -> NDArray[np.int64]:
         """Return ``count`` numbers of the centred binomial distribution, of variance 21/2.
 
-        Each sample is the number of ones in 21 bits minus the number of ones in 21 others.
+        Each sample is the number of ones in 21 bits minus the number of ones in 21 other bits.
         """
         drawn = self.words(count)
         ones = _ones(drawn & _ERROR_MASK)

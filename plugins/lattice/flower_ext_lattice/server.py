@@ -52,10 +52,10 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
         return SecretKey(self._key_seed)
 
     def _take_counts(self, counts: Mapping[int, bytes]) -> None:
-        """Store N_u + ρ_u of every place, and the keys of the places' entries.
+        """Store N_u + ρ_u and the keys of the entries of every user, in the silos' secret order.
 
-        The message of silo 0 also holds the silos' choices ρ_u of the oblivious transfer, after
-        the counts. Computing the keys from these choices takes seconds.
+        After the counts, the message of silo 0 holds the silos' answer in the oblivious transfer,
+        which hides their choices ρ_u. Computing the keys from this answer takes seconds.
         """
         users, size, answer = self.settings.users, self.settings.table_size, counts[SEEDING_SILO]
         end = users * self.settings.count_bytes

@@ -34,15 +34,16 @@ FIRST_WORD_BYTES = 6
 COUNT_BYTES = 4
 """Length in bytes of a masked count."""
 STEP_BITS = 64 + WEIGHT_BITS - 96
-"""A step of the encoding is 2²⁴ in words of 64 bits, and 2ᵏ modulo q, a number of 96 bits."""
+"""A step of the encoding is 2ᵏ modulo q, which has 96 bits. Rounding to the modulus 2⁶⁴ turns it
+into 2²⁴: this constant is the 24."""
 
 DRAW_TEXT_BYTES = 1 + KEY_BYTES
 """Length in bytes of the number and the key of one column of entries."""
 
 _ROUNDED = 2.0**-7
-"""Most steps by which one silo's rounding moves a coordinate. A step is 2²⁴ in words. The silo
-drops two bytes of a word (2⁻⁸ steps), and rounds words of c1 (2048 · 2⁻²⁴ steps). The error
-r · e + e2 · s of re-randomising is below 2⁻³⁷ steps."""
+"""Largest number of steps by which one silo's rounding moves a coordinate. A step is 2²⁴ in words.
+The silo drops two bytes of a word (2⁻⁸ steps), and rounds words of c1 (2048 · 2⁻²⁴ steps). The
+error r · e + e2 · s of re-randomising is below 2⁻³⁷ steps."""
 _TERNARY_VARIANCE = 2 / 3
 _MOST_CHOICES = 2**16
 """With fewer choices than this, an update times its count stays far below the primes."""
@@ -117,8 +118,8 @@ class LatticeSettings(PartySettings):
     def sum_limit(self) -> float:
         """Magnitude at which a coordinate of the sum wraps: 512 C.
 
-        A wrapped sum is useless, but not unsafe. The sum of a coordinate is at most C times the
-        number of users, plus the noise.
+        A wrapped sum is useless, but reveals no more than the sum itself would. The sum of a
+        coordinate is at most C times the number of users, plus the noise.
         """
         return SUM_LIMIT * self.clipping_norm
 
@@ -128,8 +129,9 @@ class LatticeSettings(PartySettings):
         The bound is the sum of three parts:
 
         * ``clipping_norm``, with a slack for rounding in clipping.
-        * 1.5 · √d steps. Encoding moves a coordinate by at most half a step. The fraction of a
-          step in the weighted sum changes the carry of the dither by at most one step.
+        * 1.5 · √d steps. Encoding moves a coordinate by at most half a step. Adding the dither
+          rounds the weighted sum to whole steps at random, which moves a coordinate by at most one
+          step.
         * `error_bound`, for the errors e_u.
         """
         encoding = 1.5 * math.sqrt(self.coordinates) * self.step
@@ -142,13 +144,13 @@ class LatticeSettings(PartySettings):
 
     @property
     def approximation_error(self) -> float:
-        """Largest distance, in clipping norms, between the sum and a sum that reveals no secret.
+        """Largest distance, in clipping norms, between the sum and a sum without the errors below.
 
-        Given the dithers, an error of t steps in a coordinate moves its rounded sum by at most
-        t + 1 steps. The errors e_u add at most `error_bound` for every user, drawn or not. Rounding
-        and re-randomising add less than 2⁻⁷ steps per silo. The noise of all |S| silos is √|S|
-        times as large as one silo's share. One silo's share alone must hide these errors, so this
-        property multiplies their sum by √|S|.
+        A sum without these errors reveals no secret. Given the dithers, an error of t steps in a
+        coordinate moves its rounded sum by at most t + 1 steps. The errors e_u add at most
+        `error_bound` for every user, drawn or not. Rounding and re-randomising add less than 2⁻⁷
+        steps per silo. The noise of all |S| silos is √|S| times as large as one silo's share. One
+        silo's share alone must hide these errors, so this property multiplies their sum by √|S|.
         """
         carries = (1 + self.silos * _ROUNDED) * math.sqrt(self.coordinates) * self.step
         errors = self.users * self.error_bound
@@ -159,7 +161,7 @@ class LatticeSettings(PartySettings):
         """Largest L2 norm by which a user, drawn or not, moves the sum through the errors e_u.
 
         The product of e_u with another factor is at most 4096 · 21 times as long as that factor.
-        The other factor is at most N_max · (C + √d / 2 steps) long. The product counts in units of
+        The other factor is at most N_max · (C + √d / 2 steps) long. This product is in units of
         2⁻ᵏ.
         """
         encoded = self.clipping_norm * (1 + CLIPPING_SLACK)

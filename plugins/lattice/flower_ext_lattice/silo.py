@@ -28,7 +28,7 @@ from flower_ext_lattice.settings import CLIPPING_SLACK, LatticeSettings
 from flower_ext_lattice.weights import OpenedWeights
 
 _TOGETHER = 256
-"""Most users whose encryptions, of 128 KB each, are in memory at once."""
+"""Largest number of users whose encryptions, of 128 KB each, are in memory at once."""
 _CHANCE = 1e-12
 """Probability of refusing noise of the agreed standard deviation as too small."""
 
@@ -96,12 +96,12 @@ class LatticeSilo(SiloParty):
 
     @property
     def shifts(self) -> list[int]:
-        """ρ_u of every place, which all silos share and the server does not know."""
+        """ρ_u of every user, in the secret order. All silos share them, unknown to the server."""
         return self._transfer.choices
 
     @cached_property
     def _entry_keys(self) -> list[bytes]:
-        """The key K_{u,ρ_u} of every place."""
+        """The key K_{u,ρ_u} of every user, in the secret order."""
         return self._transfer.keys()
 
     def _count_answer(self) -> bytes:

@@ -41,7 +41,7 @@ _CHANNELS = (
     "of records"
 )
 _LARGEST_APPROXIMATION_ERROR = 1e-3
-"""Largest distance of all sums of a run from exact sums, in standard deviations of their noise."""
+"""Largest total distance of a run's sums from exact sums, in standard deviations of the noise."""
 
 
 @dataclass(frozen=True, kw_only=True)

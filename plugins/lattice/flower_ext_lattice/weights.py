@@ -1,11 +1,11 @@
 """One epoch's encrypted weights: the server encrypts M candidates per user, and silos open one.
 
 The silos open y_u · ⌊2^k / N_u⌋, and the server does not know N_u. Here y_u is 1 if the user was
-drawn and 0 otherwise. The server sends b_u = e_u - a_u · s without the constant word β_u. For every
-i = 0, …, M - 1 it sends an *entry*: the word β_u + y_u · W[x_u - i] under a key of its own. W is
-`weight_table`. The silos hold only the key at i = ρ_u = x_u - N_u. If no party may know who is
-drawn, every entry has two columns (see `columns`), and opening an entry also takes the key of its
-column.
+drawn and 0 otherwise. The server sends b_u = e_u - a_u · s without β_u, the word of the constant
+coefficient. For every i = 0, …, M - 1 it sends an *entry*: the word β_u + y_u · W[x_u - i],
+encrypted under a key of its own. W is `weight_table`. The silos hold only the key at
+i = ρ_u = x_u - N_u. If no party may know who is drawn, every entry has two columns (see `columns`),
+and opening an entry also takes the key of its column.
 
 The a_u and all pads depend on 32 random bytes, which are new in every set of weights. A server that
 was restored from an older state may encrypt two sets for one epoch. With the same a_u and pads, the
@@ -36,7 +36,7 @@ from flower_ext_lattice.settings import NONCE_BYTES, WEIGHT_BITS, LatticeSetting
 
 _ENTRY_BYTES = 2 * RESIDUE_BYTES
 _TOGETHER = 64
-"""Most users whose polynomials are made together."""
+"""Largest number of users whose polynomials are made together."""
 
 
 def weight_table(size: int) -> NDArray[np.int64]:
@@ -61,11 +61,11 @@ def encrypt(
     epoch : int
         A number never used before, by which silos distinguish sets of weights.
     shifted : Sequence of int
-        x_u of every place in the silos' secret order.
+        x_u of every user, in the silos' secret order.
     columns : Columns
-        y_u of every place, with the columns' keys if the draw is secret.
+        y_u of every user, with the columns' keys if the draw is secret.
     keys : Sequence of bytes
-        The M keys of every place, joined.
+        The M keys of every user, joined.
     """
     users, size = settings.users, settings.table_size
     table, errors = weight_table(size), Stream.fresh()
@@ -100,16 +100,16 @@ def encrypt(
 
 
 class OpenedWeights:
-    """The weights of one epoch as silos use them: an encryption for each place.
+    """The weights of one epoch as silos use them: an encryption for each user.
 
     Parameters
     ----------
     keys : Sequence of bytes
-        For every place, the key that the silos hold.
+        For every user, in the secret order, the key that the silos hold.
     shifts : Sequence of int
-        ρ_u of every place.
+        ρ_u of every user.
     columns : Sequence of (int, bytes), optional
-        Number and key of the column that the silos open, for every place, if the draw is secret.
+        Number and key of the column that the silos open, for every user, if the draw is secret.
 
     Raises
     ------
@@ -148,7 +148,8 @@ class OpenedWeights:
             self._constants = ring.from_words(raw.tobytes(), (2, users), name="weights")
         except InvalidValue as error:
             raise InvalidValue(
-                "weights: expected weights that the server sealed for these silos"
+                "weights: an opened word is not below its prime; expected weights that the server "
+                "sealed for these silos"
             ) from error
 
     def keys(self, places: Sequence[int]) -> Reals:
@@ -172,7 +173,7 @@ def _masks(public_seed: bytes, label: bytes, places: Sequence[int]) -> Reals:
 
 
 def _pad(settings: LatticeSettings, key: bytes, label: bytes, place: int, number: int) -> bytes:
-    """Return the pad of one entry, for all columns: BLAKE2b, a pseudorandom function of its key."""
+    """Return the pad of one entry, for all columns, from BLAKE2b as a pseudorandom function."""
     entry = b"%s entry %s %d %d" % (settings.context, label, place, number)
     size = settings.columns * _ENTRY_BYTES
     return hashlib.blake2b(entry, key=key, digest_size=size).digest()

@@ -250,7 +250,7 @@ def test_settings_with_and_without_a_secret_draw_do_not_mix(rng, world):
     with pytest.raises(ProtocolError, match="places: expected None"):
         world.begin(1, [0])
     offer = (1).to_bytes(8, "big") + Sender(b"run").public
-    with pytest.raises(ProtocolError, match="the settings have no draw_choices"):
+    with pytest.raises(ProtocolError, match="step='draw': expected settings with draw_choices"):
         known.silos[0].answer("draw", offer)
 
 

@@ -339,7 +339,7 @@ def test_a_silo_that_repeats_the_key_of_another_is_named_and_nobody_else():
     def another(data, rng, grid):
         return grid.of_another
 
-    with pytest.raises(FederationNotReady, match="silos 1 and 2: expected a different public key"):
+    with pytest.raises(FederationNotReady, match="silos 1 and 2 sent the same public key"):
         start(make(), Tampered, name="begin", how=[another])
 
 

@@ -83,7 +83,7 @@ def test_shares_of_no_secret_discard_the_round_and_their_owner_is_named(lost, mo
 
     monkeypatch.setattr(member, "split", other_secrets)
     wrong_shares(one, one.mask(one.share(keys), lost=lost), liars=())
-    with pytest.raises(IncompleteRound, match="of member 5: the shares rebuild a secret"):
+    with pytest.raises(IncompleteRound, match="of member 5: expected shares of a secret that fits"):
         one.server.total()
     assert one.server.faults == {(5, ShareFault.UNFIT): set()}
 

@@ -113,7 +113,7 @@ def test_limits_of_silos_keep_n_max_before_anything_is_sent():
         World(weighting_settings(), np.full((3, 4), -1))
     with pytest.raises(TypeError):
         World(weighting_settings(), np.full((3, 4), 1.5))
-    with pytest.raises(ValueError, match="5 users: expected those of 4"):
+    with pytest.raises(ValueError, match="5 users: expected counts of 4"):
         World(weighting_settings(), np.full((3, 5), 1))
     with pytest.raises(ValueError, match="at least one user"):
         World(weighting_settings(), np.zeros((3, 4), dtype=int))
@@ -331,7 +331,7 @@ def test_a_server_refuses_malformed_answers():
 
     size = settings.count_bytes
     for step, forge, said in (
-        ("begin", lambda a: a.update({1: a[2]}), "silos 1 and 2: expected a different public key"),
+        ("begin", lambda a: a.update({1: a[2]}), "silos 1 and 2 sent the same public key"),
         ("begin", lambda a: a.update({1: bytes(32)}), "silo 1: public key: expected .* low order"),
         ("begin", lambda a: a.update({1: a[1][1:]}), "silo 1: public key: expected the 32 bytes"),
         ("keys", lambda a: a.update({0: a[0][1:]}), "sealed seeds of 119 bytes: expected 120"),

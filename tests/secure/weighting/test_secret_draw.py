@@ -172,7 +172,7 @@ def test_settings_with_and_without_a_hidden_draw_do_not_mix(rng):
     )
     with pytest.raises(ProtocolError, match="places: expected None"):
         hidden.begin(1, places=[0])
-    with pytest.raises(ProtocolError, match="the settings have no draw_choices"):
+    with pytest.raises(ProtocolError, match="step='draw': expected settings with draw_choices"):
         known.silos[0].answer("draw", (1).to_bytes(8, "big") + bytes(32))
     updates, noise = hidden.draw(rng)
     for world, message in ((hidden, known.begin(1)), (known, hidden.begin(1))):
