@@ -62,8 +62,8 @@ def pathological(
     Raises
     ------
     ValueError
-        If S is not between 1 and K, if N·S is below K, so that a class would be left out, if a
-        class has fewer than two examples for each of its clients, or if the targets are not
+        In four cases: S is not between 1 and K; N·S is below K, which would leave out a class;
+        a class has fewer than two examples for each of its clients; or the targets are not
         classes.
     """
     _check_classes(targets)
@@ -141,9 +141,9 @@ def dirichlet(
         if min(map(len, divided)) >= min_size:
             return divided
     raise InvalidValue(
-        f"{_ATTEMPTS} draws with alpha={alpha:g} left a client with fewer than {min_size} "
-        f"examples; raise alpha, lower min_size (in apps dirichlet-min-size), or choose fewer "
-        f"than {num_partitions} clients"
+        f"none of {_ATTEMPTS} draws with alpha={alpha:g} gave every client at least {min_size} "
+        "examples; raise alpha, lower min_size (in an app, the setting dirichlet-min-size), or "
+        f"choose fewer than {num_partitions} clients"
     )
 
 

@@ -70,7 +70,7 @@ def row_type(tree: Tree) -> tuple[Hashable, ...]:
 
 
 def mapped(function: Callable[..., Any], tree: Tree, *more: Tree) -> Tree:
-    """Apply a function to corresponding leaves of equally built trees; return a tree of results."""
+    """Apply a function to matching leaves of trees of one structure; return a tree of results."""
     if isinstance(tree, Tensor) or (children := _children(tree)) is None:
         return function(tree, *more)
     others = [_children(other) for other in more]

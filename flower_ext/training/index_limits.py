@@ -7,9 +7,9 @@ integers, this module calls the model and the loss on the CPU, on an example tha
 and one other integer, so that no record changes which integers another client may use.
 
 A task accepts non-negative integers up to some limit, for example the length of a table. It may
-also accept single negative integers, as marks for a label or a word to leave out. The result is
-wrong for two kinds of models: those that compute indices from real numbers, and those that accept
-some integer but not all non-negative integers below it.
+also accept a few negative integers, which mark labels or words to leave out. The limits that this
+module finds are wrong for two kinds of models: those that compute indices from real numbers, and
+those that accept some integer but not all non-negative integers below it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from flower_ext.training.task import Task, TrainingKind, kind_of
 log = getLogger("flwr")
 
 _MARKS = 16
-"""Most negative integers to try one by one. Some, such as -100, mark labels that a loss ignores."""
+"""At most this many negative integers are tried one by one. Some, such as -100, mark labels that a
+loss ignores."""
 
 
 class IndexLimits:
@@ -62,7 +63,7 @@ class IndexLimits:
         return usable
 
     def _refused(self, name: str, values: list[int]) -> list[int]:
-        """Return those of the ascending ``values`` that the tensor ``name`` must not hold."""
+        """Return those of the sorted ``values`` that the task refuses in the tensor ``name``."""
         if not self._takes(name, 0):
             log.warning(
                 "labels and other integers are not checked before training, because the model or "

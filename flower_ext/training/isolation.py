@@ -100,7 +100,10 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def draws_generator(generator: torch.Generator) -> torch.Generator:
-    """Return a generator that makes the draws of torch's own generator seeded by `draws_seed`."""
+    """Return a new generator with the seed `draws_seed`.
+
+    Torch's own generator draws the same numbers if `seeded` gives it this seed.
+    """
     return torch.Generator().manual_seed(draws_seed(generator))
 
 

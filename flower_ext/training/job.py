@@ -72,7 +72,7 @@ class LocalTraining(Checked):
     tolerance : float
         If above 0, training finds the exact minimiser: a point where the norm of the gradient
         is at most this number (see `newton`). Training then ignores all settings above except
-        ``proximal_weight``. It works for small strongly convex problems.
+        ``proximal_weight``. Set it only for small strongly convex problems.
     """
 
     epochs: CountOrZero = 2
@@ -192,7 +192,7 @@ def fewest_rows(task: Task, examples: Examples, batch_size: int) -> int:
     """Return the least number of rows that a mini-batch may have.
 
     The result is 1. It is 2 if the last mini-batch would have a single row and the model refuses a
-    single row, as batch normalisation does in training. It depends on no value of an example.
+    single row, as batch normalisation does in training. No value of an example matters.
     """
     if batch_size > 1 and len(examples) % batch_size != 1:
         return 1

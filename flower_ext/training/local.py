@@ -120,7 +120,7 @@ def perturbation(gradient: Sequence[Tensor], radius: float) -> list[Tensor]:
 
 
 class NotConverged(ArithmeticError):
-    """Newton's method found no point whose gradient's norm is within the tolerance."""
+    """Newton's method found no point where the norm of the gradient is within the tolerance."""
 
 
 def newton(

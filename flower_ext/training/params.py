@@ -97,7 +97,9 @@ def require_modules(
     names: Iterable[str],
     tied: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuse ``patterns``, the value of ``option``, if one matches no parameter among ``names``.
+    """Refuse ``patterns`` if one of them matches no parameter among ``names``.
+
+    The error names ``option``, the option that has the value ``patterns``.
 
     ``tied`` maps each further name of a parameter to its first name, for example
     ``{"head.weight": "embedding.weight"}``. ``"head"`` is then refused without ``"embedding"``.

@@ -27,15 +27,17 @@ from flower_ext.training.models.validation import objections, opacus
 from flower_ext.training.params import flat_rows
 
 _CANCELLED = 2e-6
-"""Margin: an example's norm is increased by this share of the summed norms of its `Products`.
+"""Margin for terms that cancel: a norm grows by at least this share of Σ_t ‖s_t a_tᵀ‖ (`Products`).
 
-After clipping, the norms of an example's products therefore sum to at most 1/share clipping norms,
-and rounding in float64 changes the sum of the products by far less than one clipping norm.
+After clipping to C, an example's terms s_t a_tᵀ therefore have norms whose sum is at most C/share.
+Rounding in float64 then changes the sum of these terms by far less than C.
 """
 _HUGE = 1e200
-"""A square above this counts as infinite, because the square that multiplies it may underflow."""
+"""A square above this counts as infinite. Otherwise it might be multiplied by a square that
+underflowed, and the product would be too small."""
 _SINGLE = 1e-20
-"""Above this, a sum of squares in single precision is reliable: squares that underflow are tiny."""
+"""A sum of squares in single precision is reliable if it is above this number: squares that
+underflow are then tiny beside the sum."""
 _FEW_CHANNELS = 32
 """With fewer channels, a grouped convolution is at least as fast as Opacus on a CPU."""
 _PATCHES = 2**22
@@ -83,7 +85,8 @@ class Products:
     float64, because terms of opposite sign may cancel and small terms underflow. A margin covers
     the rounding errors of terms that cancel.
 
-    ``slopes`` s has the shape (examples, places, outputs), ``inputs`` a (examples, places, inputs).
+    ``slopes`` is s, of shape (examples, places, outputs). ``inputs`` is a, of shape (examples,
+    places, inputs).
     """
 
     def __init__(self, slopes: Tensor, inputs: Tensor) -> None:
@@ -115,7 +118,7 @@ class Lookups:
     The squared norms are Σ ⟨s_t, s_u⟩ over the places t and u that look up the same row. They equal
     those of `Products` with one-hot inputs: 1 for the row that a place looks up, and 0 otherwise.
 
-    ``slopes`` s has the shape (examples, places, width), and ``places`` holds the row numbers
+    ``slopes`` is s, of shape (examples, places, width). ``places`` holds the row numbers, of shape
     (examples, places). The table has ``rows`` rows.
     """
 
@@ -149,8 +152,8 @@ class Lookups:
 def _squares_of_sums(products: Tensor, terms: int) -> Tensor:
     """Return ‖Σ_t g_t‖² of every example, rounded up.
 
-    ``products`` are ⟨g_t, g_u⟩ in float64 (examples, places, places). Each of them was computed by
-    ``terms`` operations, which round.
+    ``products`` are ⟨g_t, g_u⟩ in float64 (examples, places, places). Each of them is the
+    result of ``terms`` operations that round.
     """
     squares = products.sum(dim=2).sum(dim=1).clamp_min(0.0)
     sizes = products.diagonal(dim1=1, dim2=2).sqrt().sum(dim=1)
@@ -248,8 +251,8 @@ _SAMPLED = {
     *(nn.Conv1d, nn.Conv3d, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 }
-"""Layers whose gradients Opacus computes. `EmbeddingBag` is left out, because Opacus counts a word
-that an example repeats only once."""
+"""Layers whose gradients Opacus computes. `EmbeddingBag` is left out, because Opacus counts a
+word only once if an example repeats it."""
 
 
 def gradients(layer: nn.Module, x: Tensor, slope: Tensor) -> Parts:

@@ -69,7 +69,7 @@ class Linear:
 
 
 def affine(terms: Sequence[Term]) -> Iterator[tuple[float, float, Mapping[str, Tensor]]]:
-    """Yield (slope, scale, vector) for each term, with gradient slope · w + scale · vector at w."""
+    """Yield (slope, scale, vector) per term, whose gradient at w is slope · w + scale · vector."""
     for term in terms:
         if type(term) is Proximal:  # a subclass may be another function
             yield term.weight, -term.weight, term.anchor
@@ -107,7 +107,7 @@ class LocalProblem:
     def whole(self, trained: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Params:
         """Return all parameters and buffers of the model, with ``trained`` as the trained part.
 
-        Each tensor gets the device, type and memory order of the tensor of its name in ``like``.
+        Each tensor gets the device, type and memory order of its namesake in ``like``.
         """
         everything = {**self.rest, **trained}
         moved = {name: everything[name].to(p.device, p.dtype) for name, p in like.items()}
@@ -209,7 +209,7 @@ def _unmoved_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def _laid(tree: Tree, layout: torch.memory_format) -> Tree:
-    """Return images and weights of image convolutions in memory order ``layout``; keep all else."""
+    """Convert a 4-dimensional tensor if ``layout`` is channels last; return others unchanged."""
     images = isinstance(tree, Tensor) and tree.dim() == 4 and layout == torch.channels_last
     return tree.to(memory_format=layout) if images else tree
 

@@ -51,8 +51,8 @@ def cox_loss(scores: Tensor, targets: Tensor, present: Tensor | None = None) -> 
     nothing to compare. Without events the loss and its gradient are 0. No control flow depends on
     the data.
 
-    FLamby divides by the number of patients instead of events, so its gradients, and its steps of
-    SGD, are smaller than here: the factor is the share of patients with an event.
+    FLamby divides by the number of patients instead of events. Its gradients, and its steps of SGD,
+    are therefore those of this loss times the share of patients with an event.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ class Task:
             )
         if isinstance(self.trainable, str):
             raise InvalidValue(
-                f"trainable={self.trainable!r}: expected several names, for example "
+                f"trainable={self.trainable!r}: expected a tuple of names, for example "
                 f"({self.trainable!r},)"
             )
         try:

@@ -26,8 +26,8 @@ def main(grid: Grid, context: Context) -> None:
     if settings.noise == "steps" and method not in ("dp-ditto", *WITHOUT_PRIVACY):
         raise UnfitSetting(
             f"run-config noise='steps' with method={method!r}: expected noise='upload', because "
-            "an upload of this method depends on records through more than the noised steps; "
-            "for the noise of the paper, also set calibration='published'"
+            "records change an upload of this method not only through the noised steps. For the "
+            "noise of the paper, set noise='upload' and calibration='published'"
         )
     task = task_of(context)
     for client in range(settings.clients):

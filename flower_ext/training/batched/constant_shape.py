@@ -9,10 +9,10 @@ size of the stack, and the place of a model in it.
 * Each mini-batch is padded to a number of rows that follows from its job alone.
 * A stack has 4, 8, 16 or 32 models on a CPU, and 128 on an accelerator. Copies of a job fill the
   free places. A model whose training has ended stays until the stack shrinks to a smaller size.
-* PyTorch rounds the last numbers of an array in another way if they do not fill a register of the
+* PyTorch rounds the last numbers of an array differently if they do not fill a register of the
   processor. Four models with eight rows each always fill the registers. Only one thread runs,
-  because several threads would divide the arrays. A trial could not replace this rule, because the
-  rounding differs too rarely. The rule covers only arrays with one row per example. Models with
+  because several threads would divide the arrays. A trial could not replace this rule, because it
+  would rarely meet a difference. The rule covers only arrays with one row per example. Models with
   other arrays train in another form (`consists_of_rows`).
 
 On an accelerator only deterministic kernels run (`deterministic_kernels`). These compute every
@@ -42,15 +42,15 @@ from flower_ext.training.params import Params, clone
 from flower_ext.training.task import Task, TrainingKind
 
 SIZES = (4, 8, 16, 32)
-"""Possible numbers of models in a stack. A stack of 4 takes as long as 5 models one by one, and a
-stack of 32 as long as 14."""
+"""Possible numbers of models in a stack. A stack of 4 takes as long as 5 models that train one
+by one, and a stack of 32 as long as 14."""
 _ON_ACCELERATOR = (128,)
 _ROWS = 8
 """The number of rows of a mini-batch is a multiple of this number."""
 
 
 class Shape(NamedTuple):
-    """The rows of a mini-batch, and whether a step has momentum, SAM's ascent and terms.
+    """The rows of a mini-batch, and whether a job uses momentum, SAM, and terms beside the loss.
 
     The number of rows is the size of a job's largest mini-batch, rounded up to a power of two that
     is at least 8. It never exceeds the batch size, rounded up to a multiple of 8. Because of the
@@ -105,15 +105,15 @@ def sizes_on(device: torch.device) -> tuple[int, ...]:
 def jobs_for_trial(device: torch.device) -> int:
     """Return how many jobs a trial trains together.
 
-    On a CPU, the trial begins with the largest stack, and continues with the second largest when a
-    job has ended.
+    On a CPU, the jobs are one more than the second largest stack holds. The trial therefore begins
+    with the largest stack, and continues with the second largest when a job has ended.
     """
     return SIZES[-2] + 1 if device.type == "cpu" else _ON_ACCELERATOR[0]
 
 
 @dataclass(frozen=True)
 class ConstantShape(Form):
-    """The form that trains jobs of one `Shape` in stacks. It helps for small models."""
+    """The form that trains jobs of one `Shape` in stacks. Stacks speed up small models."""
 
     kind: TrainingKind
     shape: Shape
@@ -124,8 +124,8 @@ class ConstantShape(Form):
 
         Two kinds of jobs are left out, whatever the other jobs are:
 
-        * a job of which the largest stack would exceed ``memory_limit`` or the processor's caches;
-          a stack that exceeds the caches is not faster
+        * a job whose model is so large that the largest stack of such models would exceed
+          ``memory_limit`` or the processor's caches; a stack that exceeds the caches is not faster
         * a job with an `IGNORED` target, because that target would change how the loss of the whole
           stack is computed
         """
@@ -166,7 +166,7 @@ class ConstantStack(Stack):
         return self._ended
 
     def batches(self) -> Iterator[MiniBatches]:
-        """Yield mini-batches of the jobs that still train; copies of the first fill the stack."""
+        """Yield mini-batches of the jobs that still train; copies of job 0 fill the stack."""
         before = len(self.jobs)
         for x, y, counts in super().batches():
             self._end(slice(len(x), before))

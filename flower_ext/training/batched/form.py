@@ -42,7 +42,7 @@ class Form(Protocol):
         """Train a group of jobs; return parameters by name, with one row per job.
 
         Row k of each tensor is what `local.train` returns for the k-th job, up to rounding. The
-        method refuses a ``trained`` that selects nothing.
+        method raises an error if ``trained`` selects nothing.
         """
 
     def gains_alone(self, job: Job) -> bool:

@@ -5,8 +5,8 @@ form of this table that accepts a job trains it. If the caller asks for batch in
 a job's result depends on the jobs that train together with it.
 
 ===============  ===============  ===============  ===============  =============================
-form             with batch       several jobs     a single job     models that it accepts
-                 invariance       without it       without it
+form             with batch       several jobs,    a single job,    models that it accepts
+                 invariance       no invariance    no invariance
 ===============  ===============  ===============  ===============  =============================
 of a plug-in     if it promises   yes              if it is faster  known layers without a trial,
                  invariance                                         other layers after one
@@ -177,10 +177,10 @@ def train_groups(
     Parameters
     ----------
     batch_invariant : bool
-        If True, no bit of a model depends on other jobs; models for which no form promises this
-        train one by one. If False, a model's rounding depends on the other jobs, and unstable
-        training amplifies rounding errors. A privacy guarantee needs True if it assumes that the
-        data of one job change no other job's model.
+        If True, no bit of a model depends on other jobs. If no form promises this for a model,
+        its jobs train one by one. If False, a model's rounding depends on the other jobs, and
+        unstable training amplifies rounding errors. Set True if a privacy guarantee assumes that
+        the data of one job change no other job's model.
     """
     if any(len(job.examples) == 0 for job in jobs):
         raise InvalidValue("cannot train on a client without examples: leave the client out")

@@ -46,7 +46,7 @@ class Target:
 class _Pass:
     """State of one pass: gradient targets, random numbers, and ``sent``.
 
-    ``sent`` holds the names of parameters whose layer adds the gradient to its target by itself.
+    ``sent`` holds the names of parameters whose gradients the layers themselves add to the targets.
     """
 
     targets: Mapping[str, Target]
@@ -92,7 +92,7 @@ class MappedModel:
                 raise InvalidValue("batch normalisation changes the model in each forward pass")
             if _drops(layer) and not (type(layer) is nn.Dropout and on_cpu):
                 raise InvalidValue(
-                    f"{layer} would draw other random numbers in a batch of models than alone"
+                    f"{layer} would draw different random numbers in a batch of models than alone"
                 )
             if "forward" in vars(layer):
                 continue

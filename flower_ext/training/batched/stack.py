@@ -47,8 +47,8 @@ def _models(factory: ModelFactory, device: torch.device, parameters: Sizes) -> M
 class MiniBatches(NamedTuple):
     """One mini-batch of each job that still trains.
 
-    Features and targets have shape (jobs, batch, …). The first ``counts`` examples of each
-    mini-batch are real, and the rest is padding.
+    Features and targets have shape (jobs, batch, …). The first ``counts[k]`` examples of
+    job k are real, and the rest is padding.
     """
 
     x: Tensor
@@ -256,7 +256,7 @@ class _Rows:
 
 
 def _padded(rows: Tensor, length: int) -> Tensor:
-    """Return ``length`` row numbers: ``rows``, and then the first of them again and again."""
+    """Return ``length`` row numbers: ``rows``, and then copies of the first number."""
     return rows if len(rows) == length else torch.cat([rows, rows[:1].expand(length - len(rows))])
 
 
@@ -314,7 +314,7 @@ def together(task: Task, job: Job, memory_limit: int) -> int:
 def _activations(
     build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype, *, by_products: bool
 ) -> int:
-    """Return how many numbers one example and all layers' outputs for this example consist of.
+    """Return how many numbers a pass of one example holds: its features and all layers' outputs.
 
     ``by_products`` also counts the patches that each kernel of a convolution multiplies.
     """
@@ -349,7 +349,7 @@ def per_model(values: Tensor, like: Tensor) -> Tensor:
 def _add_terms(
     slopes: Params, terms: Mapping[str, tuple[Tensor, Tensor]], point: Mapping[str, Tensor]
 ) -> None:
-    """Add to ``slopes`` the gradient at ``point`` of ``terms``, as `Stack.terms` returns them."""
+    """Add the gradient of ``terms`` at ``point`` to a gradient or velocity; see `Stack.terms`."""
     for name, (factor, offset) in terms.items():
         active = len(point[name])
         slopes[name].addcmul_(per_model(factor[:active], point[name]), point[name])

@@ -43,8 +43,8 @@ class ReadsValues(Exception):
 class DecidedTests(TorchFunctionMode):
     """Answer tests of whole tensors, such as ``mask.all()``, without reading any number.
 
-    ``all`` then returns False, and ``any`` returns True. A sum of booleans returns 0: it is such a
-    test, too, because models compare it with the tensor's size.
+    ``all`` then returns False, and ``any`` returns True. A sum of booleans returns 0: such a sum
+    is a test, too, because models compare it with the tensor's size.
     """
 
     def __torch_function__(

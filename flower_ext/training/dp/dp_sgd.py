@@ -198,9 +198,9 @@ class ClippedGradient:
     ------
     ValueError
         The constructor raises it if the loss compares examples, or if the model has batch
-        normalisation. A call raises it in three cases. The model or the loss remembers an example.
-        Features have another type than the model's numbers. Or the model cannot learn from one
-        example alone (see `why_not_one_by_one`).
+        normalisation. A call raises it in three cases: the model or the loss remembers an example;
+        the type of the features differs from the type of the model's numbers; or the model cannot
+        learn from one example alone (see `why_not_one_by_one`).
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class ClippedGradient:
             summed[name] += part.total(factors).view_as(summed[name])
 
     def _gradients(self, way: Way, x: Tree, y: Tree) -> tuple[Parts, Tensor]:
-        """Return the gradients from one pass, and for each example False if its loss fails.
+        """Return the gradients from one pass, and a bool per example: False if its loss fails.
 
         If all losses fail, there are no gradients.
         """

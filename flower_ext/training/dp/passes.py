@@ -50,7 +50,7 @@ log = getLogger("flwr")
 TOGETHER, _FEWEST = 64, 4
 """Most and fewest examples that pass together if each example's gradient is stored.
 
-Fewer than four would change the rounding, because libraries have other kernels for so few rows.
+Fewer than four would change the rounding, because libraries use different kernels for so few rows.
 """
 _MOST_DENSE, _OF_EIGHT = 1024, 8
 """If no gradient is stored, at most 1,024 examples pass together, always a multiple of eight."""
@@ -203,7 +203,7 @@ def _tried(
 
     Trials exclude the way "in one pass" in four cases. A layer gets rows that are not examples, but
     patches or times. The model uses a layer twice. The model mixes examples. Or feature values
-    decide which operations the model runs (`watched`). They also exclude one pass, and then vmap,
+    decide which operations the model runs (`watched`). Trials also exclude one pass, and then vmap,
     if bits of an example's gradient depend on the example's place or on other examples.
     """
     if reason := why_not_one_by_one(kind, names):

@@ -25,8 +25,8 @@ def call_model(model: Callable[..., Any], x: Tree) -> Any:
 def call_with(model: nn.Module, params: Params, x: Tree) -> Any:
     """Call a model with ``params`` in place of its own tensors of the same names.
 
-    If the model fails because the features have another type than its parameters, the error is
-    `UnlikeTypes`.
+    If the model fails because its features and parameters have different floating-point types, the
+    error is `UnlikeTypes`.
     """
 
     def replaced(*given: Tree, **named: Tree) -> Any:
@@ -70,12 +70,12 @@ class SettableModel:
 
 
 class UnlikeTypes(InvalidValue):
-    """Features have another floating-point type than the model's parameters."""
+    """The features and the model's parameters have different floating-point types."""
 
 
 @contextmanager
 def _telling_types(params: Params, x: Tree) -> Iterator[None]:
-    """Turn an error about types into `UnlikeTypes` if ``x`` has another type than ``params``."""
+    """Turn an error about types into `UnlikeTypes` if the types of ``x`` and ``params`` differ."""
     try:
         yield
     except RuntimeError as error:

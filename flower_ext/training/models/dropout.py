@@ -23,7 +23,7 @@ AT_A_TIME = 4
 class Dropout(nn.Dropout):
     """`nn.Dropout` that draws 16-bit numbers on a CPU, as `Draws` does.
 
-    It takes them from torch's own generator.
+    The numbers come from torch's own generator.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def words(count: int) -> int:
 
 
 def levels_dropped(p: float) -> int:
-    """Return for how many of the `LEVELS` possible 16-bit numbers dropout sets a value to 0."""
+    """Return how many of the `LEVELS` possible 16-bit numbers make dropout set a value to 0."""
     return round(p * LEVELS)
 
 

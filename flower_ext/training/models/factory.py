@@ -49,7 +49,7 @@ class ModelFacts(NamedTuple):
     frozen: Params
     """All tensors that are neither trained nor sent; the caller must not change them."""
     tied: Mapping[str, str]
-    """Maps each further name of a tied parameter to the first name, which messages use."""
+    """Maps each further name of a tied parameter to its first name, under which nodes send it."""
     travelling: Mapping[str, tuple[torch.Size, torch.dtype]]
     """Shapes and types of the tensors that nodes send: trained parameters, and buffers."""
     known: bool
@@ -191,8 +191,8 @@ class _Template:
 
     Buffers are copied, because a model in training mode may write into them. Copies come from a
     pickle, because `deepcopy` of a transformer takes longer than a training step of a small one.
-    `deepcopy` copies only models that cannot be pickled, such as those with local functions as
-    hooks.
+    Models that cannot be pickled, such as those with local functions as hooks, are copied by
+    `deepcopy`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -315,7 +315,7 @@ def suits_channels_last(model: nn.Module, trained: Collection[str]) -> bool:
     """Return True if convolutions may have their channels last, which is faster on a CPU.
 
     With channels last, PyTorch crashes in the backward pass of `nn.GroupNorm` unless its input
-    needs a gradient. It does need one if the first layer is a trained convolution.
+    needs a gradient. The input needs a gradient if the first layer is a trained convolution.
     """
     modules = [*model.modules()]
     if not any(isinstance(module, nn.GroupNorm) for module in modules):

@@ -46,8 +46,8 @@ class Features:
         same shape for all examples. Nodes compare only the part's parameters and buffers, so keep
         other settings, such as an image size, in a buffer.
     data : Callable[[int], ClientData]
-        Returns the examples of a partition, as for `Task`. If it says which user owns a record,
-        the features belong to the same user.
+        Returns the examples of a partition, as for `Task`. If each record has an owner, its
+        features have the same owner.
     folder : Path, optional
         Folder with one file for each example's features, so that other runs and processes can read
         them. A file's name depends on the values in the example and in the front's tensors. Empty

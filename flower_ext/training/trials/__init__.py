@@ -12,14 +12,17 @@ module                 fault that its trials find            what the package th
 `examples`             A model remembers an example outside  `ClippedGradient` refuses the model.
                        its buffers, or cannot learn from
                        one example alone.
-`examples`             A gradient in a batch differs from    `dp.passes` computes the gradients
-                       the example's own gradient, beyond    by vmap, or one by one.
-                       rounding or in any bit.
+`examples`             An example's gradient in a batch      `dp.passes` computes the gradients
+                       differs from its gradient alone by    by vmap, or one by one.
+                       more than rounding, or some of its
+                       bits depend on other examples.
 `trainings`            A training changes something that     The client refuses to train under a
                        a later training sees.                plan that promises privacy.
-`trainings`            A job that trains together with       `batched.many` trains the jobs in
-                       others ends with another model than   another form.
-                       alone, beyond rounding or in any bit.
+`trainings`            A job that trains with others ends    `batched.many` trains the jobs in
+                       with a model that differs by more     another form.
+                       than rounding from the one it gets
+                       alone, or some bits of its model
+                       depend on the other jobs.
 =====================  ====================================  ====================================
 
 `made_up_examples` makes the examples, and `snapshots` finds what a model stores. Layers that

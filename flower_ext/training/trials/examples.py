@@ -293,7 +293,7 @@ class BatchInvarianceTrial:
     def _why_integers_mix(
         self, x: Tree, directions: Tree, follow: Follow, generator: torch.Generator
     ) -> str | None:
-        """Return why examples with integers above 1 have other gradients together than alone.
+        """Return why examples with integers above 1 have different gradients together than alone.
 
         Examples for which the model raises an error do not count: the model may look up an integer
         in a table that is too short.
@@ -356,8 +356,8 @@ class BatchInvarianceTrial:
 def _pass_apart(examples: Tree, extremes: Sequence[Tree], directions: Tree, follow: Follow) -> bool:
     """Return True if examples in a batch have the same gradients as alone, up to rounding.
 
-    ``extremes`` are variants of the batch with another first example. In each of them, all bits of
-    the other examples' gradients must be the same as before.
+    ``extremes`` are variants of the batch with a different first example. In each of them, all bits
+    of the other examples' gradients must be the same as before.
     """
     together = _followed(follow, examples, directions, _along)
     rows = torch.arange(TRIED, device=trees.first(examples).device)
@@ -404,9 +404,9 @@ def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor], rows: slice = slice
 def _agree(gradients: Params, expected: Params, *, may_vanish: bool) -> bool:
     """Return True if the gradients equal the expected ones, up to rounding.
 
-    Without ``may_vanish``, all-zero rows of a parameter are refused. The gradient of a bias may
-    consist of rounding errors alone, as under softmax. It may therefore differ by rounding errors
-    of the size that is usual for the weight of the same layer.
+    Without ``may_vanish``, the result is False if all rows of a parameter are zero. The gradient
+    of a bias may consist of rounding errors alone, as under softmax. It may therefore differ by
+    rounding errors of the size that is usual for the weight of the same layer.
     """
     if any(part.any() for name, part in expected.items() if name not in gradients):
         return False

@@ -74,8 +74,8 @@ def unlike_examples(
     """Return examples that differ in every way that a model or a loss could remember.
 
     The first is random, with a target of zero; the last consists of unusual values. With
-    ``integers``, some are other than zeros and ones, such as the number of the last row of each
-    embedding table of the model. Use False on an accelerator, where looking up a number
+    ``integers``, some examples contain integers other than 0 and 1, such as the number of the last
+    row of each embedding table of the model. Use False on an accelerator, where looking up a number
     without a row ends the process.
     """
     x = random_examples(features, TRIED, torch.Generator().manual_seed(0))

@@ -1,11 +1,11 @@
 """Snapshots of everything that a model can store between two passes, to find what a pass changes.
 
-A pass may change a module's attributes, its weights, an attribute of its class, a variable that a
-function or a hook encloses, or a global variable. Functions and classes that the module uses have
-such variables, too; they count if they belong to the same project. All these variables are called
-places. A `snapshot` holds the values at all places, and `changed_places` names the places where two
-snapshots differ. A change elsewhere can only be found by its effect, so `find_memory` also compares
-results.
+A pass may change a module's attributes, its weights, an attribute of its class, a variable in the
+closure of a function or a hook, or a global variable. Functions and classes that the module uses
+have such variables, too. These count if the function or class is part of the same project. All
+these variables are called places. A `snapshot` holds the values at all places, and `changed_places`
+names the places where two snapshots differ. A change elsewhere can only be found by its effect, so
+`find_memory` also compares results.
 """
 
 from __future__ import annotations
@@ -99,8 +99,9 @@ def find_memory(
     """Return a place at which a step changes what later steps compute, and each input's result.
 
     Steps run on the features and targets of ``inputs``, in each of the ``orders``. ``begin``
-    returns the roots of an order's snapshots, and its step. Only the first step of an order may
-    store something, such as a table of positions, and that must not depend on the step's input.
+    is called once per order: it returns the roots of the snapshots, and the step to run. Only the
+    first step of an order may store something, such as a table of positions. What it stores must
+    not depend on its input.
     If there is no such place, the function returns None, and the results or errors of the first
     order.
     """
@@ -163,7 +164,7 @@ def _checksum(tensor: Tensor) -> Hashable:
 
 
 def _parts(name: str, value: Any, values: Snapshot) -> Iterable[tuple[str, Any]]:
-    """Return the places in an object, and the value at each; store a container's length."""
+    """Return the places in an object and their contents; add its length, if any, to ``values``."""
     if isinstance(value, list | tuple | set | frozenset):
         values[name] = type(value), len(value)
         return [(f"{name}[{number}]", inner) for number, inner in enumerate(value)]

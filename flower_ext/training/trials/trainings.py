@@ -2,11 +2,12 @@
 
 `why_state_is_shared` tests trainings that follow one another. A model may store anything in itself,
 because every training builds or copies its own model. But trainings share class attributes, global
-variables and the variables that hooks enclose. Through these, one user's records could change the
-updates of other users, and clipping each update does not bound such a change.
+variables and the closures of hooks. Through these, one user's records could change the updates of
+other users, and clipping each update does not bound such a change.
 
-`why_models_differ` and `why_bits_differ` test jobs that train together: each must end with the same
-model as alone, up to rounding or to the last bit.
+`why_models_differ` and `why_bits_differ` test jobs that train together. For the first, a job must
+end with the same model as alone, up to rounding. For the second, no bit of its model may depend on
+the other jobs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Normalisation and dropout between layers, as loops over numbers that Numba translates.
 
-A *slope* is the derivative of the loss with respect to a quantity. Indices are unsigned, because
+A *slope* is the derivative of the loss with respect to one number. An argument ``slopes`` has the
+slopes of a layer's outputs; ``down`` receives those of its inputs. Indices are unsigned, because
 Numba would test whether a signed index is negative.
 """
 
@@ -242,7 +243,7 @@ def send_image_norm(
 def _sum_over_places(
     slopes: np.ndarray, normed: np.ndarray, levels: np.ndarray, along: np.ndarray
 ) -> None:
-    """Add up, for each channel, the slopes into ``levels``, and slope · value into ``along``."""
+    """Sum each channel's ``slopes`` into ``levels``, and ``slopes`` · ``normed`` into ``along``."""
     wide = np.uint64(len(levels))
     fill(levels, ZERO)
     fill(along, ZERO)

@@ -133,7 +133,7 @@ class Layer:
 
     @property
     def scratch(self) -> int:
-        """Number of values that a pass stores for one example, besides outputs and slopes."""
+        """Number of values that a pass stores for one example, besides outputs and their slopes."""
         if self.window is None:
             return 0
         window = self.window

@@ -2,6 +2,9 @@
 
 The few rows of a mini-batch are multiplied in tiles that fit the processor's registers. A BLAS
 library rearranges matrices first, which takes longer than such products.
+
+A *slope* is the derivative of the loss with respect to one number. An argument ``slopes`` has the
+slopes of a layer's outputs; ``down`` receives those of its inputs.
 """
 
 from __future__ import annotations

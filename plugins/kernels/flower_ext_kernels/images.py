@@ -3,6 +3,9 @@
 The channels of a place are neighbours in memory, (height, width, channels), and a convolution's
 weights are (kernel height, kernel width, channels, filters). A row of a window is then contiguous,
 and each pass is a product of matrices that reads images in place.
+
+A *slope* is the derivative of the loss with respect to one number. An argument ``slopes`` has the
+slopes of a layer's outputs; ``down`` receives those of its inputs.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 KIND, INPUTS, OUTPUTS, WEIGHT, BIAS = range(5)
 ACTIVATION, TRAINS_WEIGHT, TRAINS_BIAS, ACROSS, GROUPS, SETTING = range(5, 11)
-"""Columns of the network's table, which has one row per layer: kind, numbers of inputs and outputs,
-places of weight and bias among all numbers (or −1), activation, whether weight and bias are
-trained, the total number of inputs of all earlier layers, groups and setting. Only a normalisation
-has groups. The setting of a normalisation is 1 / ε, that of dropout the number of `LEVELS` that it
-drops, and that of a turn the number of rows of its matrix."""
+"""Columns of the network's table, which has one row per layer: the kind, the numbers of inputs and
+outputs, the positions of weight and bias among all numbers (−1 without one), the activation,
+whether weight and bias are trained, the total number of inputs of all earlier layers, groups, and a
+setting. Only a normalisation has groups. The setting is 1 / ε for a normalisation, the number of
+`LEVELS` that dropout drops, and the number of rows of the matrix that a turn exchanges."""
 CHANNELS, HEIGHT, WIDTH, FILTERS, OUT_HEIGHT, OUT_WIDTH = range(11, 17)
 KERNEL_HEIGHT, KERNEL_WIDTH, DOWN, RIGHT, PAD_DOWN, PAD_RIGHT = range(17, 23)
 """Columns for layers that move a window over images: channels and size of an image before and

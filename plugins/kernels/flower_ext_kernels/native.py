@@ -62,7 +62,7 @@ class Library:
         self.are_classes = self._function("are_classes")
 
     def _function(self, name: str) -> Callable[..., None]:
-        """Wrap a function that expects, as in Numba, places for a result and an error."""
+        """Wrap a compiled function. Its first two arguments point to a result and to an error."""
         address = self._engine.get_function_address(name)
         numbers = [ctypes.c_int64] * _ARGUMENTS[name]
         call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *numbers)(address)

@@ -37,8 +37,8 @@ from flower_ext_kernels.layer_table import CHANNELS, COLUMNS, DROP, IMAGE_NORM, 
 log = getLogger("flwr")
 
 _TOGETHER = 2**22
-"""Most numbers in the models of one group, 16 MB. Training, and the Python code that uses the
-models, drive each other out of the processor's caches. Larger groups make that rarer."""
+"""Most numbers in the models of one group, 16 MB. Training fills the processor's caches, and so
+does the Python code that then uses the models. With larger groups, the two alternate less often."""
 _MOST_DRAWN = 2**24
 """Most 32-bit numbers that dropout of one training may draw, 64 MB: all are in memory at once."""
 _SMALL = 2**15
@@ -47,10 +47,10 @@ _FEW_THREADS = 2
 _MOST_ON_FEW, _MOST_ON_MANY = 2**26, 2**21
 """Limits on (numbers of a network) · (rows of a mini-batch) for training a single network.
 
-Up to the first limit, a network of dense layers trains here as fast as in PyTorch on few threads;
-up to the second, as fast as on many threads. The first limit is measured. The second is computed
-for 4 to 16 threads, from 110 GFLOP/s here, and from 55 GFLOP/s per thread and 0.12 ms per step in
-PyTorch.
+Up to the first limit, this plug-in trains a network of dense layers as fast as PyTorch on few
+threads; up to the second, as fast as PyTorch on many threads. The first limit is measured. The
+second is computed for 4 to 16 threads, from 110 GFLOP/s in this plug-in, and from 55 GFLOP/s per
+thread and 0.12 ms per step in PyTorch.
 """
 _NONE, _NO_TARGETS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
 
@@ -218,7 +218,8 @@ class CompiledNetwork:
     def _sizes(self, rows: int) -> list[int]:
         """Return the sizes of the five arrays in which one thread works.
 
-        They hold outputs, slopes, other values of a pass, values of normalisations, and 3 models.
+        They hold outputs, slopes of outputs, values of a pass over one example, values of
+        normalisations, and 3 arrays as large as the network.
         """
         widths = [layer.outputs for layer in self.layers]
         numbers = rows * (self.layers[0].inputs + sum(widths))

@@ -1,7 +1,7 @@
 """The passes of a mini-batch through a chain of layers, forwards and backwards, for Numba.
 
 The forward pass stores the outputs of all layers. A layer's outputs are in the order of examples. A
-*slope* is the derivative of the loss with respect to a quantity.
+*slope* is the derivative of the loss with respect to one number, such as an output of a layer.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def forward(
     drawn: np.ndarray,
     ahead: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    """Run the forward pass, and write the slopes of the mean cross-entropy at the last outputs."""
+    """Run the forward pass; write the gradient of the mean cross-entropy for the last outputs."""
     outputs, slopes, normed, room = arrays
     count = len(rows)
     above = used_draws = 0
@@ -128,7 +128,7 @@ def forward(
 def _slopes_of_loss(
     logits: np.ndarray, slopes: np.ndarray, targets: np.ndarray, rows: np.ndarray
 ) -> None:
-    """Write the mean cross-entropy's slopes at the logits of a mini-batch to ``slopes``."""
+    """Write to ``slopes`` the gradient of the mean cross-entropy with respect to ``logits``."""
     count = len(rows)
     classes = len(logits) // count
     for start in range(0, len(logits), classes):

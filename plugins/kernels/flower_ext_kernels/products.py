@@ -60,7 +60,7 @@ def fetch(values: np.ndarray, begin: int, size: int) -> None:
 
 @loops
 def lines(values: np.ndarray, parts: int) -> int:
-    """Return the size of parts of ``values`` that fill whole cache lines."""
+    """Return the length of each of ``parts`` parts of ``values``, a multiple of `LINE`."""
     return int(len(values) // (LINE * parts) + 1) * LINE
 
 
@@ -156,7 +156,7 @@ def activate(values: np.ndarray, kind: int) -> None:
 
 @loops
 def through(slopes: np.ndarray, outputs: np.ndarray, kind: int) -> None:
-    """Backpropagate slopes through an activation, from outputs to inputs, in place."""
+    """Backpropagate ``slopes`` in place through an activation, from its outputs to its inputs."""
     if kind == RELU:
         for i in range(len(slopes)):
             slopes[i] = ZERO if outputs[i] <= 0 else slopes[i]

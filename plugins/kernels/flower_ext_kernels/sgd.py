@@ -58,7 +58,7 @@ from flower_ext_kernels.products import ONE, ZERO, copy, fill, loops, nothing, p
 _MOST_AHEAD = 2**16
 """Most features, and weights, of the next job that are fetched in advance: 256 kB of each."""
 _BURST = 24 * LINE
-"""Most numbers to fetch at once, because the processor would wait for more."""
+"""Most numbers to fetch at once: if they were more, the processor would wait for them."""
 
 
 def train(
@@ -91,11 +91,13 @@ def train(
     depth, size : int
         Number of layers, and of numbers in a network.
     outputs, slopes : float32 (rows of a mini-batch · widths of inputs and layers,)
-    beside : float32 (all other numbers of the passes,)
+        Features and outputs of all layers, and derivatives of the loss with respect to them.
+    beside : float32 (largest `Layer.scratch`,)
+        Working memory of a layer for one example.
     norms : float32 (2 · rows of a mini-batch · widths of inputs and layers,)
         Outputs of normalisations before weight and bias, and the scales of their groups.
     spare : float32 (3 · size,)
-        Working memory for momentum, SAM and terms, as the arrays above are for the passes.
+        The velocity, and SAM's gradient and point.
     """
     layers = carray(table, (depth, COLUMNS))
     count_of, rate_of = carray(counts, (jobs, JOB_COUNTS)), carray(rates, (jobs, JOB_RATES))
@@ -240,7 +242,7 @@ def _add_terms(
     pull: np.float32,
     offset: np.ndarray,
 ) -> None:
-    """Add the gradient of the extra terms at ``point`` to ``slopes``, for trained parameters."""
+    """For trained parameters, add the terms' gradient at ``point`` to a gradient or velocity."""
     for layer in layers:
         for part, trains, size in (
             (layer[WEIGHT], layer[TRAINS_WEIGHT], weight_size(layer)),
@@ -253,7 +255,7 @@ def _add_terms(
 
 @loops
 def _climb(weights: np.ndarray, slope: np.ndarray, radius: np.float32, into: np.ndarray) -> None:
-    """Write SAM's point w + q g/‖g‖ to ``into``; w itself where the gradient is zero."""
+    """Write SAM's point w + q g/‖g‖, with g = ``slope``, to ``into``; w itself if g is 0."""
     total = 0.0
     for value in slope:
         total += value * value

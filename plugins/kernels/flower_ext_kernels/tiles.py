@@ -49,7 +49,7 @@ class _Vectors:
         return self.builder.shuffle_vector(first, empty, zeros)
 
     def mask(self, columns: Any, number: int) -> Any:
-        """Return a mask of the vector ``number`` of a row: True for places below ``columns``."""
+        """Return a mask for vector ``number`` of a row: True in the first ``columns`` columns."""
         steps = ir.Constant(
             ir.VectorType(_WHOLE, LANES), [number * LANES + i for i in range(LANES)]
         )
@@ -72,7 +72,7 @@ class _Vectors:
     def store(self, value: Any, place: Any, mask: Any | None) -> None:
         """Store the numbers of a vector for which ``mask`` is true.
 
-        Loading it again soon is slow, because processors do not forward a masked store to a load.
+        Loading them again soon is slow, because processors do not forward a masked store to a load.
         """
         place = self.builder.bitcast(place, _VECTOR.as_pointer())
         if mask is None:
@@ -337,7 +337,7 @@ def _cells(builder: Any, arguments: Sequence[Any]) -> list[Any]:
 
 
 def _maxima(vectors: _Vectors, values: Any, mask: Any, *cells: Any) -> Any:
-    """Return a place with the maxima over all cells; NaN wins, as in PyTorch."""
+    """Return the address of the maxima over all cells; NaN wins, as in PyTorch."""
     builder, maxima = vectors.builder, vectors.variable()
     builder.store(vectors.load(values, mask), maxima)
     with vectors.cells(*cells) as step:
@@ -369,13 +369,13 @@ right[n · right_row + k]``. A tile has up to `HIGH` rows and `WIDE` columns.
 find_largest: Any = intrinsic(_largest)
 """``find_largest(into, values, columns, (high, wide), (down, right))``: maxima over a window.
 
-The window has ``high`` · ``wide`` cells. Cells below each other are ``down`` numbers apart, and
-neighbours ``right`` numbers. A cell has up to `LANES` columns, one number each.
+The window has ``high`` · ``wide`` cells. Each cell lies ``down`` numbers after the cell above it,
+and ``right`` numbers after the cell to its left. A cell has up to `LANES` columns, one number each.
 """
 send_to_largest: Any = intrinsic(_sent)
 """``send_to_largest(into, slopes, values, columns, (high, wide), (down, right))``.
 
-Add ``slopes`` to ``into``, in each column at the first cell with the maximum of ``values``.
+Add ``slopes`` to ``into``: in each column, to the first cell with the maximum of ``values``.
 """
 find_sum: Any = intrinsic(_summed)
 """``find_sum(into, values, columns, (high, wide), (down, right), factor)``.

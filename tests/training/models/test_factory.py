@@ -199,7 +199,7 @@ def test_names_that_train_come_before_requires_grad():
     assert set(again.shapes) == {"body.0.weight", "body.0.bias"}
     with pytest.raises(InvalidValue, match=r"trainable='tail' names no parameter"):
         _ = task(Backbone, trainable=["head", "tail"]).shapes
-    with pytest.raises(InvalidValue, match="expected several names"):
+    with pytest.raises(InvalidValue, match="expected a tuple of names"):
         task(Backbone, trainable="head")
 
 
