@@ -86,7 +86,8 @@ def calibrate(
 
     The noise multiplier σ is the standard deviation of the noise on a round's sum, divided by the
     clipping norm C. The privacy unit is one client. With --unit user --group-size 8, it is one
-    user with at most 8 records, whose silos train by DP-SGD with noise σC on each step's sum.
+    user with at most 8 records. Silos then train by DP-SGD, and add noise of standard deviation σC
+    to each step's sum.
 
     Example: flower-ext calibrate --population 100 --sampling-rate 0.1 --rounds 60 --epsilon 2. To
     find the largest number of rounds, give --noise-multiplier 1 in place of --rounds 60.
@@ -267,9 +268,10 @@ def _of_groups(
     epsilon: float | None = None,
     noise_multiplier: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Return a row for each bound on all records of a user: two lemmas, and a tight bound.
+    """Return a row for each bound on the ε of a user with a group of records.
 
-    Each row has the least noise for ``epsilon`` or, without it, the ε of ``noise_multiplier``.
+    Two bounds are lemmas of Uldp-FL, and the third is tight. Each row has the least noise for
+    ``epsilon`` or, without it, the ε of ``noise_multiplier``.
     """
 
     def row(way: str, loss_of: Callable[..., PrivacyLoss]) -> dict[str, Any]:

@@ -103,14 +103,14 @@ def _check_files(run: RunDirectory, *outputs: Path) -> None:
     if not has_ended or not (run.path / "model.safetensors").is_file():
         raise InvalidValue(
             f"run={run.path}: expected a run that has ended, but its status is {status!r}; "
-            f"continue it by flower-ext run APP --resume {run.path}"
+            f"continue it with flower-ext run APP --resume {run.path}"
         )
 
 
 def _client_model(
     run: RunDirectory, shared: Params, client: int, app: Path | None
 ) -> tuple[Params, bool]:
-    """Return the model that a client builds from the shared one; True if clients keep a memory."""
+    """Return a client's model, built from the shared one, and True if clients keep a memory."""
     use = run.use()
     if not use:
         raise InvalidValue(
@@ -154,14 +154,15 @@ def _client_side(
     sides = client_app.sides if isinstance(client_app, CohortApp) else {}
     if use["method"] not in sides:
         raise InvalidValue(
-            f"app={folder}: its ClientApp knows no method {use['method']!r}, which trained this "
-            "run: expected the app of the run, whose client_app comes from flower_ext.federation"
+            f"app={folder}: its ClientApp knows no method {use['method']!r}, but this method "
+            "trained the run: expected the app that made the run, with a client_app from "
+            "flower_ext.federation"
         )
     return sides[use["method"]], InProcessGrid(client_app, use["clients"], run.config)
 
 
 def _check_memory(side: ClientSide, context: Context, use: Mapping[str, Any], run_id: str) -> None:
-    """Refuse a state folder without the client's latest memory, from which it builds its model."""
+    """Refuse a state folder that lacks the latest memory of the client whose model is exported."""
     client, folder = context.node_config["partition-id"], context.node_config["state-folder"]
     last = use["records"][records.ROUND]["number"]
     newest = ClientMemory(context, side.method.name, run_id).newest(last + 1)

@@ -204,8 +204,9 @@ def simulation_superlink(env: Mapping[str, str]) -> Iterator[dict[str, str]]:
 def _on_superlink(run: PreparedRun, env: Mapping[str, str], log: RunLog) -> None:
     """Run an app on the SuperLink that a connection of Flower's configuration names.
 
-    Without a connection, it runs on the SuperLink of `simulation_superlink`, which ends with this
-    command. On any other SuperLink, an interruption of this command stops the run.
+    If the options name no connection, the app runs on the SuperLink of `simulation_superlink`,
+    which ends with this command. On any other SuperLink, an interruption of this command
+    stops the run.
     """
     superlink, options = run.options.superlink, list[str]()
     flwr = _Flwr([] if superlink is None else [superlink], env)

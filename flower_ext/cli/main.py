@@ -52,9 +52,10 @@ PLUGINS = {
 
 
 def command_modules() -> dict[str, str]:
-    """Return, for each command, its module; a plug-in names one in ``flower_ext.commands``.
+    """Return the module of each command, by the command's name.
 
-    A plug-in whose module is gone is left out.
+    A plug-in adds a command by an entry point in the group ``flower_ext.commands``. A plug-in whose
+    module is gone is left out.
     """
     core = {name: f"flower_ext.cli.{module}" for name, module in COMMANDS.items()}
     points = plugins.points("flower_ext.commands")
@@ -127,7 +128,8 @@ def _restore_help(command: click.Command, function: Callable[..., object]) -> No
     """Set the help texts of positional arguments again.
 
     Typer 0.20, the newest version that Flower allows, sets the help of an argument before it calls
-    Click's constructor and does not pass it on. The constructor of Click 8.5 then clears it.
+    Click's constructor, but does not pass the help to this constructor. The constructor of Click
+    8.5 then clears the help.
     """
     for name, hint in get_type_hints(function, include_extras=True).items():
         for note in getattr(hint, "__metadata__", ()):

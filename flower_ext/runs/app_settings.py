@@ -41,11 +41,11 @@ class SettingsFile:
     shared: Mapping[str, Any]
     """The table ``[settings]``."""
     special: Mapping[str, Mapping[str, Mapping[str, Any]]]
-    """The tables ``[where.SETTING.VALUE]``, by SETTING and by VALUE as text."""
+    """The tables ``[where.SETTING.VALUE]``, by SETTING and then by VALUE, both as text."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a file of settings; refuse another format than that at the top of this module."""
+        """Read a file of settings; refuse a file without the format in this module's docstring."""
         content = read_toml(path)
         title, shared = content.pop("title", ""), content.pop("settings", {})
         special = content.pop("where", {})
@@ -61,9 +61,9 @@ class SettingsFile:
     ) -> dict[str, Any]:
         """Return the settings that this file gives to a run.
 
-        A table ``[where.SETTING.VALUE]`` counts if SETTING has this VALUE. The value of SETTING is
-        the user's in ``chosen``. If it is missing there, ``[settings]`` gives the value, and then
-        the app's ``defaults``. The result does not include ``chosen``.
+        A table ``[where.SETTING.VALUE]`` counts if SETTING has this VALUE. The value of SETTING
+        comes from the first of these that has one: the user's settings ``chosen``, the table
+        ``[settings]``, and the app's ``defaults``. The result does not include ``chosen``.
         """
         values = dict(self.shared)
         for name, cases in self.special.items():
@@ -79,7 +79,7 @@ class SettingsFile:
 
 
 def _is_table(value: object, depth: int = 1) -> bool:
-    """Return True if a value is a table of tables, nested ``depth`` levels deep."""
+    """Return True if a value is a table (``depth`` 1), a table of tables (2), and so on."""
     if depth == 0:
         return True
     return isinstance(value, dict) and all(_is_table(each, depth - 1) for each in value.values())
@@ -104,8 +104,8 @@ def checked_settings(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return an app's default settings, and the settings that override them.
 
-    ``settings`` are texts ``name=value``, which also override the ``file``. Each override is
-    checked against its declaration, even if the chosen method ignores it.
+    ``settings`` are texts ``name=value``, which also override the ``file``. Each value is checked
+    against the declaration of its setting, even if the chosen method ignores this setting.
     """
     defaults, known = declared_settings(app)
     changes: dict[str, Any] = {}
@@ -133,8 +133,8 @@ def declared_settings(app: Path) -> tuple[dict[str, Any], dict[str, Declaration]
     """Return the defaults in an app's ``pyproject.toml``, and the declarations of its settings."""
     project = app / "pyproject.toml"
     if not project.is_file():
-        missing = "no pyproject.toml in it" if app.is_dir() else "no such folder"
-        raise InvalidValue(f"app={app}: expected the folder of a Flower app; there is {missing}")
+        missing = "it has no pyproject.toml" if app.is_dir() else "there is no such folder"
+        raise InvalidValue(f"app={app}: expected the folder of a Flower app, but {missing}")
     tool = read_toml(project).get("tool", {})
     defaults = tool.get("flwr", {}).get("app", {}).get("config", {})
     named = tool.get("flower-ext", {}).get("app", {}).get("settings")
@@ -157,7 +157,8 @@ def _settings_class(app: Path, named: str) -> Any:
     spec = spec_from_file_location(name, file)
     if spec is None or spec.loader is None or not file.is_file():
         raise InvalidValue(
-            f"[tool.flower-ext.app] settings={named!r}: expected module:Class of a file in {app}"
+            f"[tool.flower-ext.app] settings={named!r}: expected module:Class, where the module is "
+            f"a file in {app}"
         )
     if name not in sys.modules:
         sys.modules[name] = module_from_spec(spec)

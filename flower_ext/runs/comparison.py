@@ -170,7 +170,7 @@ def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict
 
 
 def mean_and_std(values: Sequence[float], *, digits: int = 3) -> str:
-    """Return ``mean ± sample standard deviation``, or a single value alone."""
+    """Return ``mean ± sample standard deviation``, or just the value if there is only one."""
     mean = f"{np.mean(values):.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ± {np.std(values, ddof=1):.{digits}f}"
 
@@ -178,7 +178,8 @@ def mean_and_std(values: Sequence[float], *, digits: int = 3) -> str:
 def _epsilon(runs: Sequence[RunDirectory], basis: str) -> str:
     """Return the largest ε as a text with unit, view and δ; "none" if a run has no guarantee.
 
-    If a run has guarantees against released models, its other guarantees do not count.
+    If a run has guarantees against an adversary that sees released models, this function ignores
+    the run's other guarantees.
     """
     largest: list[Guarantee] = []
     for run in runs:

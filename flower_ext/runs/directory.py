@@ -233,8 +233,8 @@ class RunWriter(RunDirectory):
     def create(cls, path: Path, config: Mapping[str, Any]) -> RunWriter:
         """Make a new run directory, and lock it against other runs until `close`.
 
-        The error is `NotARun` if the directory is not empty, because nothing is ever overwritten,
-        or cannot be made. It is `InUse` if another run has just begun there.
+        The error is `NotARun` if the directory cannot be made or is not empty: nothing is ever
+        overwritten. The error is `InUse` if another run has just begun there.
         """
         path = Path(path)
         run = cls(path)
@@ -265,7 +265,8 @@ class RunWriter(RunDirectory):
     def resume(cls, path: Path) -> RunWriter:
         """Continue a run that was interrupted, or extend one that is complete.
 
-        The error is `InUse` if a process still writes to the run directory, and else as in `open`.
+        The error is `InUse` if a process still writes to the run directory, and `NotARun` as in
+        `open`.
         """
         run = cls.open(path)
         run._open.enter_context(lock(run.path / LOCK))

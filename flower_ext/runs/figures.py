@@ -41,10 +41,10 @@ class Chart:
     title: str
     ylabel: str
     lines: Mapping[str, Sequence[Line]]
-    """The runs of each label; only the rounds that all runs of a label measured are drawn."""
+    """The runs of each label. A line has a point for each round that all its runs measured."""
     xlabel: str = "round"
     against: Mapping[str, Sequence[Line]] = field(default_factory=dict)
-    """Values of the same runs. The horizontal axis shows their mean in place of the round."""
+    """Values of the same runs. The horizontal axis shows the mean value in place of the round."""
     labels: Sequence[str] = ()
     """Labels of all charts of a page, so that a label has the same colour in all of them."""
     log: bool = False
@@ -139,7 +139,7 @@ def qualities(rounds: Rounds, clients: Iterable[Mapping[str, float]]) -> list[st
 
 
 def _unused(name: str, files: Collection[str]) -> str:
-    """Return ``name`` in plain characters, without suffix, changed if it is in ``files``."""
+    """Return ``name`` in plain characters, without suffix; add a number if ``files`` has it."""
     safe = re.sub(r"[^\w-]", "_", name, flags=re.ASCII)[:100]
     used = {file.lower() for file in files}
     stems = chain([safe], (f"{safe}-{number}" for number in count(2)))
@@ -152,7 +152,7 @@ def in_words(metric: str) -> str:
 
 
 def epsilon_lines(rounds: Rounds) -> dict[str, Line]:
-    """Return lines of ε by label: of the largest and the mean ε if each client has its own."""
+    """Return lines of ε by label: if each client has its own ε, the largest ε and the mean ε."""
     lines: dict[str, Line] = {}
     for basis in ("published", "provable"):
         largest, mean = (rounds.series(f"epsilon_{basis}{end}") for end in ("", "_mean"))

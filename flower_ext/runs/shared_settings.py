@@ -228,7 +228,7 @@ class TrainingSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings(Settings):
-    """The optimizer by which the server applies the mean update, and the average of its models."""
+    """The optimizer that applies the mean update, and the average of the models so far."""
 
     server_learning_rate: Positive = setting("factor of the mean update", default=1.0)
     server_optimizer: Literal["sgd", "adagrad", "adam", "yogi"] = setting(

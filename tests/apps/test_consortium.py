@@ -100,7 +100,7 @@ def test_statistics_and_training_share_one_account_and_one_epsilon(tables, tmp_p
         ({"features": "age 0-100"}, "COLUMN LOWER:UPPER"),
         ({"features": ""}, "COLUMN LOWER:UPPER"),
         ({"standardise": "weight 1 2"}, "COLUMN CENTRE DEVIATION"),
-        ({"standardise": "age 1 0"}, "deviations above 0"),
+        ({"standardise": "age 1 0"}, "DEVIATION above 0"),
         ({"num_users": 0}, "num-users=0"),
         ({"method": "statistics", "statistics": "mode age"}, "expected one of count, mean"),
     ],

@@ -151,7 +151,7 @@ def test_a_pilot_run_finds_the_constants_leaves_them_and_plans_by_them(tmp_path)
 
 def test_the_planner_says_where_no_round_is_worth_its_noise(tmp_path):
     facts = {"planner": "bound", "calibration": "provable", "initial_distance": 0.0}
-    with pytest.raises(ValueError, match="no number of rounds improves the bound"):
+    with pytest.raises(ValueError, match="no number of rounds makes the bound"):
         run(tmp_path / "run", **facts)
 
 

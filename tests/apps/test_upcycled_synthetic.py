@@ -201,7 +201,7 @@ def test_a_file_is_read_device_by_device(tmp_path):
         ({"y_test": np.full(6, -1)}, "integer targets"),
         ({"y_test": np.full(6, 2)}, "integer targets 0 or 1"),
         ({"y_test": np.zeros((6, 1), np.uint8)}, "one for each record"),
-        ({"client_test": np.array([0, 0, 0, 1, 1, 1])}, "3 devices train but 2 test"),
+        ({"client_test": np.array([0, 0, 0, 1, 1, 1])}, "3 devices for training but 2 for tests"),
         ({"client_test": np.array([0, 0, 0, 1, 1, 3])}, "devices numbered 0 … 2"),
     ],
 )

@@ -11,7 +11,7 @@ from flower_ext.runs.shared_settings import ReleaseSettings, ServerSettings, Tra
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(ReleaseSettings, TrainingSettings, ServerSettings):
-    """Statistics of people in several silos, and a model trained on them, with user-level DP."""
+    """User-level DP for statistics of people in several silos, and for a model of their records."""
 
     method: Literal["statistics", "uldp-avg-w", "scores"] = setting(
         "statistics: one round that releases what `statistics` names; uldp-avg-w: training; "

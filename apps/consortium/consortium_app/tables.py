@@ -160,7 +160,7 @@ def _silos(dataset: str, folder: str) -> list[Table]:
 
 
 def _heart_disease(folder: Path | None) -> list[dict[str, NDArray[np.float64]]]:
-    """Return UCI's four centres, with all rows; a disease of any degree counts."""
+    """Return UCI's four centres, with all rows; ``disease`` is 1 for a disease of any degree."""
     files = [tuple(f"heart_disease/processed.{centre}.data" for centre in _CENTRES)]
     silos = []
     for path in find_files("heart-disease", files, folder):

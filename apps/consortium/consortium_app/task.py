@@ -1,4 +1,4 @@
-"""The work of the silos: statistics of their tables, training on them, and scores of the model."""
+"""The work of the silos: statistics of tables, training on the tables, and scores of the model."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def scales_of(settings: Settings) -> dict[str, tuple[float, float, float, float]
         pass
     raise UnfitSetting(
         f"run-config features={settings.features!r}, standardise={settings.standardise!r}: "
-        'expected "COLUMN LOWER:UPPER; …" and, of the same columns, "COLUMN CENTRE DEVIATION; …" '
-        "with deviations above 0"
+        'expected features="COLUMN LOWER:UPPER; …" and standardise="COLUMN CENTRE DEVIATION; …", '
+        "with columns of features in standardise, LOWER below UPPER, and DEVIATION above 0"
     )
 
 
@@ -195,4 +195,9 @@ def _tests(table: Table, settings: Settings) -> np.ndarray:
 def _require_columns(table: Table, names: list[str]) -> None:
     """Refuse a table that lacks columns; the error may name them, because names reveal no data."""
     if missing := [name for name in names if name not in table.columns]:
-        raise tellable(InvalidValue(f"column {', '.join(missing)} is missing in a silo's table"))
+        raise tellable(
+            InvalidValue(
+                f"column {', '.join(missing)} is missing in a silo's table; "
+                "name only columns that the tables of all silos have"
+            )
+        )

@@ -77,7 +77,7 @@ def digits(dataset: str, folder: str, seed: int) -> tuple[Examples, Examples]:
 
 
 def varied(images: Tensor, rng: np.random.Generator) -> Tensor:
-    """Turn, scale, move and ink each image a little.
+    """Turn, scale, move, and lighten or darken each image a little.
 
     Each change is drawn at random, up to a limit: 15 degrees, a tenth of the size, 3/32 of the
     image's width (three quarters of a pixel in an image of 8 × 8), and three tenths of the ink.

@@ -30,7 +30,7 @@ class LossConstants:
     initial_distance: float
 
     def save(self, path: Path, *, dimension: int) -> None:
-        """Write the constants and d as lines of a settings file of ``ditto-schedule``."""
+        """Write the constants and the dimension as lines of a ``ditto-schedule`` settings file."""
         numbers = {**asdict(self), "dimension": dimension}
         lines = (f"{name.replace('_', '-')} = {number!r}\n" for name, number in numbers.items())
         path.write_text("".join(lines))
@@ -62,9 +62,10 @@ def estimate_constants(
     Returns
     -------
     LossConstants
-        μ and L are the extreme curvatures ⟨Δg, Δw⟩/‖Δw‖² and ‖Δg‖/‖Δw‖ between any two rounds,
-        over clients. Ψ₂ is the largest squared distance from w⁰ to w* or to a u_n*, because the
-        personal optima lie between w* and the u_n*.
+        Over all clients and pairs of rounds, with differences Δ between the two rounds of a pair,
+        μ is the least ⟨Δg, Δw⟩/‖Δw‖², and L the largest ‖Δg‖/‖Δw‖. Ψ₂ is the largest squared
+        distance from w⁰ to w* or to a u_n*, because the personal optima lie between w* and the
+        u_n*.
 
     Raises
     ------

@@ -1,9 +1,9 @@
 """Choose the number of rounds of a run by the planner that its settings name.
 
-``planner = "none"`` takes the setting ``rounds``. ``"bound"`` and ``"pilot"`` take T* of Theorem 1,
-at most ``rounds``. ``"bound"`` reads the constants of the losses from the settings. ``"pilot"``
-estimates them by a pilot run on the clients' records. Both need the plug-in
-flower-ext-planner.
+``planner = "none"`` takes the setting ``rounds``. ``"bound"`` and ``"pilot"`` take T*, the number
+of rounds up to ``rounds`` at which the bound of DP-Ditto's Theorem 1 is smallest. ``"bound"`` reads
+the constants of the losses from the settings. ``"pilot"`` estimates them by a pilot run on the
+clients' records. Both ``"bound"`` and ``"pilot"`` need the plug-in flower-ext-planner.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from flower_ext_planner.convergence import DittoProblem
 
 PILOT = (
-    "a pilot run without noise on the clients' training records, which chose the number of rounds "
-    "and left its constants in pilot.toml (planner=bound or none turns this off)"
+    "the number of rounds and the constants in pilot.toml, which a pilot run without noise "
+    "computed from the clients' training records (planner=bound or none turns this off)"
 )
 """Text for a run's report: the release by a pilot run, which no guarantee covers."""
 
@@ -137,7 +137,7 @@ def planned_rounds(
     if not isinstance(plan, RecordLevelPlan):
         raise UnfitSetting(
             f"run-config planner={settings.planner!r} with a {type(plan).__name__}: expected a "
-            "RecordLevelPlan, whose noise Theorem 1 counts, or planner='none'"
+            "RecordLevelPlan, because Theorem 1 covers no other noise, or planner='none'"
         )
     planned = best_schedule(
         problem_of(settings, task, pilot),
@@ -148,7 +148,7 @@ def planned_rounds(
     )
     if planned.rounds == 0:
         raise UnfitSetting(
-            f"run-config planner={settings.planner!r}: no number of rounds improves the bound of "
-            "Theorem 1 on its value before training; take a larger epsilon or other constants"
+            f"run-config planner={settings.planner!r}: no number of rounds makes the bound of "
+            "Theorem 1 smaller than before training; take a larger epsilon or other constants"
         )
     return planned.rounds

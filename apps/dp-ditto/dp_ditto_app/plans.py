@@ -12,8 +12,8 @@ WITHOUT_PRIVACY = ("ditto", "pfedme", "fedamp", "apple", "fedala")
 def plan_of(settings: Settings, rounds: int) -> RecordLevelPlan | NonPrivatePlan:
     """Return the plan of ``rounds`` rounds, in each of which all clients take part.
 
-    The setting ``noise`` says whether it clips and noises uploads or local steps. Methods without
-    privacy get a plan without noise.
+    The setting ``noise`` says whether the plan clips and noises uploads or local steps. Methods
+    without privacy get a plan without noise.
     """
     everyone = FullParticipation(settings.clients)
     if settings.method in WITHOUT_PRIVACY:

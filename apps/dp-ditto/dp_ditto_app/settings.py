@@ -25,7 +25,7 @@ from flower_ext.runs.shared_settings import (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(PrivacySettings, ClientSettings, PartitionSettings, TrainingSettings):
-    """Record-level privacy with personal models, by five methods, and the five without privacy."""
+    """Five methods for personal models with record-level privacy, and the same five without it."""
 
     method: Literal[
         "dp-ditto",

@@ -19,7 +19,7 @@ from flower_ext.runs.shared_settings import (
 class Settings(
     ReleaseSettings, CohortSettings, PartitionSettings, TrainingSettings, ServerSettings
 ):
-    """Client-level privacy on one data set, by methods of several papers, and a control."""
+    """Client-level privacy on one data set, by methods of several papers and one control method."""
 
     method: Literal[
         "dp2-fedsam",

@@ -85,8 +85,8 @@ def _torchvision(name: str, weights: Path | None) -> nn.Module:
     kind, _, model = name.partition(":")
     if f"{kind}:" != TORCHVISION:
         raise InvalidValue(
-            f"backbone={name!r}: expected {EFFICIENTNET}, or torchvision:NAME, as "
-            "torchvision:resnet50"
+            f"backbone={name!r}: expected {EFFICIENTNET}, or torchvision:NAME, for "
+            "example torchvision:resnet50"
         )
     try:
         from torchvision.models import get_model, list_models

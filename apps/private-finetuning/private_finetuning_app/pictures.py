@@ -1,4 +1,4 @@
-"""Pictures of a data set under a pretrained image model."""
+"""Pictures of a data set, and the pretrained image model that turns them into features."""
 
 from dataclasses import dataclass
 from functools import cache

@@ -55,7 +55,7 @@ def source_of(settings: Settings) -> Pictures | Texts:
 
 
 def shares_of(settings: Settings) -> Shares:
-    """Return the division that the settings ask for."""
+    """Return the settings that divide examples among clients."""
     return Shares(
         examples=settings.examples,
         partition=settings.partition,

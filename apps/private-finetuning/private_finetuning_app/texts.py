@@ -73,8 +73,8 @@ class Texts:
         if len(set(labels)) < max(2, len(labels)):
             raise UnfitSetting(
                 f"run-config text-labels={','.join(labels)!r}: expected at least two different "
-                "labels, separated by commas, as 'negative,positive'; they are not read from the "
-                "file, because the number of classes would then reveal people's data"
+                "labels, separated by commas, for example 'negative,positive'; labels are not "
+                "read from the file, because the number of classes would then reveal people's data"
             )
         if not model:
             raise UnfitSetting(

@@ -44,7 +44,10 @@ def export(run: Path, folder: Path, *, merge: bool = False) -> None:
     """
     directory = RunDirectory.open(run)
     if not (directory.path / "model.safetensors").is_file():
-        raise InvalidValue(f"run={str(run)!r}: expected a run that has ended")
+        raise InvalidValue(
+            f"run={str(run)!r}: expected a run that has ended, but it has no model.safetensors; "
+            "continue it with flower-ext run APP --resume RUN"
+        )
     if folder.exists():
         raise InvalidValue(f"folder={str(folder)!r}: expected a folder that does not exist yet")
     config = dict(directory.config)

@@ -25,7 +25,7 @@ _PROSE = re.compile(r"[A-Za-z ,.;:'\"-]{60,}")
 
 @cache
 def public_text() -> str:
-    """Return paragraphs of prose, a line each: of ``help()``, and of all public modules."""
+    """Return paragraphs of prose from ``help()`` and all public modules, one paragraph a line."""
     from pydoc_data.topics import topics
 
     documents = [text for module in _modules()[0] for text in _docstrings(module)]

@@ -2,8 +2,8 @@
 
 Users and silos are numbers from 0. This module draws a user and a silo for every record, as the
 paper's text says, so some users may own nothing, and no user is special. The authors' code differs:
-it deals uniform records out evenly, gives every Zipf user of fixed silos one record to begin with,
-and gives left-over labels to user 0.
+with ``uniform``, it deals records out evenly. With ``zipf`` and fixed silos, it first gives one
+record to every user. User 0 gets left-over labels.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ def allocate_within(
     """Draw the user that owns each record; return one array of users for each silo.
 
     * ``uniform``: all users are equally likely for every record.
-    * ``zipf``: users' numbers of records are drawn ∝ (u + 1)^-USER_EXPONENT. Each of a user's
-      records lies in the user's main silo with probability ``main_share``, else in any other silo.
+    * ``zipf``: a record belongs to user u with probability ∝ (u + 1)^-USER_EXPONENT. The record
+      lies in the user's main silo with probability ``main_share``, else in any other silo.
       No record goes to a silo that is full. Main silos are drawn in proportion to the room left,
       because with equal probabilities the small silos would soon fill up.
 

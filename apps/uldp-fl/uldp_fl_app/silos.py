@@ -35,7 +35,7 @@ class SilosInfo:
     feature_shape : tuple of int
         Shape of one record.
     num_users : int
-        Default number of users: the smaller of the paper's two.
+        Default number of users: the smaller of the two numbers in the paper.
     model : str
         Name of the model in ``flower_ext.training.models``.
     num_silos : int
@@ -195,7 +195,8 @@ def _pool(name: str, folder: Path | None, rng: np.random.Generator) -> ClientDat
     if name == "mnist":
         if len(pool) != _MNIST:
             raise InvalidValue(
-                f"mnist: {len(pool)} images, expected {_MNIST}: the first {_MNIST_TRAINING} train"
+                f"mnist: {len(pool)} images, expected {_MNIST}: the first {_MNIST_TRAINING} for "
+                "training, the others for tests"
             )
         train, test = rows[:_MNIST_TRAINING], rows[_MNIST_TRAINING:]
     else:

@@ -1,7 +1,8 @@
 """Tables from local files: card fraud, heart disease and breast cancer, as Uldp-FL uses them.
 
-Card transactions are standardised by the deviations of all training rows, heart disease by those
-of each centre. No privacy guarantee of a training covers these statistics.
+Features are standardised by means and deviations of training rows: card transactions by those of
+all silos together, heart disease by those of each centre. The privacy guarantee of a training does
+not cover these statistics.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ HEART_DISEASE = (
     tuple(f"heart_disease/processed.{centre}.data" for centre in HEART_DISEASE_CENTRES),
 )
 TCGA_BRCA = (("tcga_brca/brca.csv", "tcga_brca/train_test_split.csv"),)
-"""The files of each data set, as alternatives."""
+"""For each data set, alternative sets of files, of which one suffices."""
 
 _TRAIN_FRACTION = 0.85
 _NORMAL_TRANSACTIONS = 28_432
@@ -42,7 +43,7 @@ _HEART_SPLIT_SEED = 43
 
 
 def breast_cancer(*, rng: np.random.Generator) -> ClientData:
-    """Load the 569 tumours that come with scikit-learn: 30 features, 1 for benign; 85 % train."""
+    """Load scikit-learn's 569 tumours: 30 features, target 1 if benign; 85 % are for training."""
     from sklearn.datasets import load_breast_cancer
 
     bunch = load_breast_cancer()
@@ -50,7 +51,7 @@ def breast_cancer(*, rng: np.random.Generator) -> ClientData:
 
 
 def creditcard(folder: Path | None = None, *, rng: np.random.Generator) -> ClientData:
-    """Load card transactions: 30 features, 1 for fraud; 85 % train, class by class.
+    """Load card transactions: 30 features, target 1 if fraud; 85 % of each class are for training.
 
     The file is Kaggle's ``creditcard.csv``, or a subset of it with a column ``pool``. In a subset,
     only rows whose ``pool`` is ``random`` count. All frauds are kept, and at most 28,432 normal
@@ -80,7 +81,9 @@ def creditcard(folder: Path | None = None, *, rng: np.random.Generator) -> Clien
 
 
 def heart_disease(folder: Path | None = None) -> list[ClientData]:
-    """Load UCI's four centres: 13 features, 1 for any disease; the benchmark's split, 66 % train.
+    """Load UCI's four centres: 13 features, target 1 for any disease; 66 % are for training.
+
+    The FLamby benchmark defines the split into training and test.
 
     The three columns that are mostly missing are left out, then the incomplete rows: 303, 261, 46
     and 130 rows remain. Chest pain and resting ECG become indicators of all levels but the first,
@@ -147,8 +150,8 @@ def tcga_brca(folder: Path | None = None, *, scaled: bool = False) -> list[Clien
     features = file.header[1:-2]
     if len(features) != TCGA_BRCA_FEATURES:
         raise InvalidValue(
-            f"{table_path}: {len(features)} features, expected {TCGA_BRCA_FEATURES} between pid "
-            "and E, T"
+            f"{table_path}: {len(features)} features, expected {TCGA_BRCA_FEATURES}: the columns "
+            "after pid, and before E and T"
         )
     table = file.numbers([*features, "T", "E"]).astype(np.float32)
     if not np.isin(table[:, -1], (0, 1)).all():

@@ -41,7 +41,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def coefficient_of(settings: Settings) -> float | Coefficient:
-    """Return the coefficient of the schedule that the settings name."""
+    """Return the coefficient of even rounds that ``schedule`` and ``coefficient`` name."""
     value, weight = settings.coefficient, local_training(settings).proximal_weight
     match settings.schedule:
         case "constant":
@@ -71,7 +71,7 @@ def check_method(settings: Settings) -> None:
     if method == "pfedme" and local.proximal_weight:
         raise UnfitSetting(
             f"run-config proximal-weight={local.proximal_weight!r} with method='pfedme': expected "
-            "0, because pFedMe's attraction takes its place"
+            "0, because pFedMe has its own proximal term (setting attraction)"
         )
     rate = settings.server_learning_rate
     if rate and method in ("fedavg", "fedprox", "feddyn"):

@@ -63,7 +63,7 @@ def _known(kind: str) -> _Kind:
 def device_sizes(kind: str, *, rng: np.random.Generator, num_devices: int = DEVICES) -> np.ndarray:
     """Draw the number of examples of each device, int64 (num_devices,): 50 plus a log-normal.
 
-    The log-normal is fitted to every draw. Its mean and its standard deviation over devices equal
+    Every draw is scaled so that the mean and the standard deviation of the sizes over devices equal
     those in Table 2, unless there are too few devices for this standard deviation.
 
     Raises
@@ -165,8 +165,9 @@ def locate(kind: str, folder: Path | None) -> Path | None:
 
 
 def read(path: Path) -> list[ClientData]:
-    """Read the devices of one of the authors' files: an .npz with x, y and client of both parts.
+    """Read the devices of one of the authors' files.
 
+    The file is an .npz with the arrays x, y and client for training, and the same three for tests.
     These data sets have two classes, although the paper says ten.
 
     Returns
@@ -194,7 +195,8 @@ def read(path: Path) -> list[ClientData]:
     trains, tests = _by_device(path, *train), _by_device(path, *test)
     if len(trains) != len(tests):
         raise InvalidValue(
-            f"{path}: {len(trains)} devices train but {len(tests)} test; expected equal"
+            f"{path}: {len(trains)} devices for training but {len(tests)} for tests: "
+            "expected equally many"
         )
     return [ClientData(train=a, test=b) for a, b in zip(trains, tests, strict=True)]
 

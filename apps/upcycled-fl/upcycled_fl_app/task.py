@@ -69,8 +69,8 @@ def model_name(settings: Settings) -> str:
     name = settings.model or facts.model
     if name == "binary-logistic" and facts.num_classes != 2:
         raise UnfitSetting(
-            f"run-config model={name!r} with {facts.num_classes} classes: expected two classes, "
-            "or model='', which is the data set's own model, with solver='sgd'"
+            f"run-config model={name!r} with {facts.num_classes} classes: expected two classes; "
+            "or, for the data set's own model, set model='' and solver='sgd'"
         )
     return name
 

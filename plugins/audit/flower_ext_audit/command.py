@@ -1,4 +1,4 @@
-"""``flower-ext audit``: attack a strategy and compare the proven lower bound with its ε."""
+"""``flower-ext audit``: attack a strategy; compare the proven lower bound with the reported ε."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLUGINS = {
     "statistics-secure-sum": "flower-ext-consortium",
     "statistics-users": "flower-ext-consortium",
 }
-"""For each experiment of another plug-in of this project, the distribution to install."""
+"""For each experiment that needs another plug-in of this project, the distribution to install."""
 
 
 def audit(

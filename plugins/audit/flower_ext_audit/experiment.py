@@ -37,11 +37,11 @@ class Observation:
     scores : Sequence[Mapping[str, float]]
         Means that evaluations released, by round; empty for a round without evaluation.
     sums : Sequence[Arrays | None]
-        For each round, the secure sum that its server computes, in steps of the sum's grid; None
-        for a round without a secure sum.
+        For each round, the secure sum that its server computes, in units of the sum's rounding
+        step; None for a round without a secure sum.
     bare : Sequence[Mapping[int, Arrays]]
         For each round, by partition: the uploads to the secure sum that the server can read in the
-        clear, in steps of the same grid.
+        clear, in the same units.
     """
 
     models: Sequence[Arrays]
@@ -71,8 +71,8 @@ def projected(
     Parameters
     ----------
     direction : Arrays
-        Direction of the canary's contribution, by names of arrays of models and uploads. An array
-        counts as zero if it is missing here or among the arrays that the adversary sees.
+        Direction of the canary's contribution: arrays with the names that they have in models and
+        uploads. The score ignores an array that is missing here, or in what the adversary sees.
     signs : Sequence[float]
         For each round, the sign with which the canary moves the model along ``direction``. If the
         list is shorter than the run, its last sign holds for all later rounds.
@@ -137,8 +137,8 @@ class World:
 class Experiment:
     """The two worlds that an audit compares, and the score by which an adversary tells them apart.
 
-    The audit is tight if the canary contributes to an upload in a known direction, with a norm far
-    above the bound, and all other units contribute nothing.
+    The audit is tight if all other units contribute nothing, and the canary's contribution to an
+    upload has a known direction and a norm far above the clipping norm.
 
     Parameters
     ----------

@@ -28,7 +28,7 @@ from flower_ext_audit.one_run import in_one_run, in_one_run_by_curve
 
 
 class ReportedEpsilon(NamedTuple):
-    """The provable ε and δ of a strategy against one view; ε is infinite if it reports none."""
+    """The provable ε and δ that a strategy reports for one view; ε is infinite without a report."""
 
     epsilon: float
     delta: float

@@ -3,8 +3,9 @@
 The model and its loss are linear, so every record pulls the model by a fixed amount, whatever the
 model is, and an update is the sum of these pulls. The canary pulls with a force far above every
 bound, along one weight and the bias. An audit thus detects an implementation that clips each array
-separately. All other records pull the other way, or not at all. The loss changes its sign in every
-round, but noise that is used twice does not, so an audit finds reused noise.
+separately. All other records pull the other way, or not at all. The loss, and with it every pull,
+changes its sign in every round. Noise that is used twice keeps its sign: it cancels in the
+adversary's score, while the canary's pulls add up, so an audit finds reused noise.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ HUGE = 1e3
 LARGE = 20.0
 """Force above every bound but below the server's limit for noised uploads."""
 BEYOND = 5.0
-"""Force above every bound, yet too small to make a secure sum of a few members look spoiled."""
+"""Force above every bound, yet so small that the server does not discard a secure sum of a few
+members as too large."""
 ONE_STEP = LocalTraining(steps=1, batch_size=64, learning_rate=1.0)
 
 

@@ -68,7 +68,7 @@ class BoundTerms(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class LowerBound:
-    """A lower bound on the mechanism's ε. ``terms`` has its δ and its confidence.
+    """A lower bound on the mechanism's ε; ``terms`` holds the δ and the confidence of the bound.
 
     ``epsilon`` is at least 0.
     """
@@ -157,9 +157,10 @@ Value = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def _proved(without: Scores, present: Scores, terms: BoundTerms, value: Value) -> float:
-    """Return the bound that the better of two tests proves: the score is above t, or below t.
+    """Return the bound that the better of two tests proves: "score above t", or "score below t".
 
-    ``value`` turns a false-positive rate and a true-positive rate into this bound, such as an ε.
+    The function ``value`` computes the bound, such as one on ε, from two rates of a test: its false
+    positives and its true positives.
     """
     choosing, testing = _held_out(without, present)
     failure = terms.failure / 2  # two rates
@@ -197,8 +198,9 @@ def _best_threshold(
 ) -> tuple[float, float]:
     """Return the largest bound that these trials prove, and the threshold that proves it.
 
-    The bounds on the rates count only these trials, although the others will test the threshold. A
-    larger count would favour thresholds that look good because a few trials passed them by luck.
+    The rates are bounded as if only these trials existed, although the other, more numerous trials
+    will test the threshold. Bounds for the larger number of trials would favour thresholds that
+    look good because a few of these trials passed them by luck.
     """
     points = np.unique(np.concatenate([zero, one]))
     if len(points) == 1:

@@ -74,9 +74,9 @@ _record_plan = partial(RecordLevelPlan, sampling=FullParticipation(1), num_examp
 def release_plans(
     sampling: Sampling, *, noise_multiplier: float = 0.5, **options: Any
 ) -> Callable[[float, int], ReleasePlan]:
-    """Return a function that makes plans of this kind.
+    """Return a function that makes plans with this sampling, and these options.
 
-    It takes a factor for ``noise_multiplier``, and the number of rounds.
+    The function takes a factor for ``noise_multiplier``, and the number of rounds.
     """
     return lambda noise, rounds: ReleasePlan(
         sampling=sampling,
@@ -194,7 +194,7 @@ _CORRELATED = replace(
 
 
 def _scored(*accuracies: float) -> ClientData:
-    """Return data of a client whose update is zero and whose score is the mean accuracy."""
+    """Return data of a client whose update is zero and whose score is the ``accuracies``' mean."""
     test = Examples(torch.zeros(len(accuracies), SIZE), torch.tensor(accuracies))
     return ClientData(train=pulls(0.0), test=test)
 
@@ -202,9 +202,10 @@ def _scored(*accuracies: float) -> ClientData:
 def _of_scores(name: str) -> Score:
     """Return a score for audits of evaluations in which the canary reports by far the best metric.
 
-    The score rebuilds two noised sums, the number of clients and the sum of their centred scores,
-    from the released count and mean. It projects both on what the canary adds to them, which is at
-    most (1, ½). All other clients report ½, the middle of the bounds 0 and 1.
+    All other clients report ½, the middle of the bounds 0 and 1. From the released count and mean,
+    the score rebuilds two noised sums: the number of clients, and the sum of (metric − ½).
+    The canary adds at most 1 to the first sum and ½ to the second. The score projects the pair of
+    sums on (1, ½).
     """
 
     def score(seen: Observation, view: AdversaryView) -> float:

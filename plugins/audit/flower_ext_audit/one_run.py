@@ -7,8 +7,8 @@ bound                         largest chance of c correct guesses         holds 
 ============================  ==========================================  ==========================
 `in_one_run`                  under (ε, δ) (Theorem 5.2 of Steinke,       every mechanism
                               Nasr, Jagielski 2023)
-`in_one_run_by_curve`         under a trade-off curve f (Mahloujifar,     the family of curves;
-                              Melis, Chaudhuri 2024)                      by default, Gaussians
+`in_one_run_by_curve`         under a trade-off curve f (Mahloujifar,     mechanisms of a family,
+                              Melis, Chaudhuri 2024)                      by default Gaussian ones
 ============================  ==========================================  ==========================
 
 Both bounds grow with c. So each is wrong only if c reaches a certain number, an event of
@@ -17,11 +17,12 @@ two numbers. Both bounds therefore hold at once with this confidence, without Bo
 inequality.
 
 `refutes` bounds the chance of c correct guesses as follows. Let p_i be the probability of exactly i
-correct guesses, and P_i the probability of at least i. For one canary, consider the event that its
-guess is correct and that at least i of all guesses are correct. Flip its coin and keep the output:
-now its guess is wrong, and at least i − 1 guesses are correct. The worlds before and after the flip
-are neighbours. Let L(y), a convex function, be the least probability in a neighbouring world of an
-event of probability y. By Jensen's inequality, the mean over canaries and coins gives
+correct guesses, and the *tail* P_i the probability of at least i. For one canary, consider the
+event that its guess is correct and that at least i of all guesses are correct. Flip its coin and
+keep the output: now its guess is wrong, and at least i − 1 guesses are correct. The worlds before
+and after the flip are neighbours. If an event has the probability y in one world, let L(y) be the
+least probability that it can have in a neighbouring world; L is convex. By Jensen's inequality, the
+mean over canaries and coins gives
 
     Σ_{l ≥ i−1} (c' − l) p_l / m  ≥  L( Σ_{l ≥ i} l p_l / m ).
 

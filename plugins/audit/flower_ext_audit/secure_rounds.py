@@ -33,7 +33,8 @@ from flower_ext_audit.experiment import Arrays
 M = TypeVar("M", Advert, SealedShares, MaskedInput, Revealed)
 LEAST_NUMBERS, _CENTRAL, _MOST = 64, 1 / 4, 5 / 8
 """An upload counts as bare (not masked) if more than five eighths of its numbers lie in the central
-quarter of the ring. For a uniform upload of 64 numbers or more, the probability is below 1e-9."""
+quarter of the ring. A masked upload is uniform: if it has 64 numbers or more, it counts as bare
+with a probability below 1e-9."""
 
 
 class SecureTranscript:
@@ -64,7 +65,7 @@ class SecureTranscript:
             self._replies += [reply for reply in replies if not reply.has_error()]
 
     def sum(self, like: Arrays) -> Arrays | None:
-        """Return the sum in steps of its grid, with the shapes of ``like``; None without a sum."""
+        """Return the sum in units of its rounding step, shaped as ``like``; None without a sum."""
         if (context := self._context) is None or context.length != _length(like):
             return None
         server = SumServer(context, [self._graph[member] for member in sorted(self._graph)])

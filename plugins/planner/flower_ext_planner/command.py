@@ -180,9 +180,9 @@ def _schedule(settings: ScheduleSettings, problem: DittoProblem, basis: Basis) -
 
 
 def _epsilons(plan: RecordLevelPlan) -> dict[str, float]:
-    """Return three values of ε: as published, in the worst case, and with clipped gradients.
+    """Return the published ε, the provable ε without clipped gradients, and that with them.
 
-    The last one is missing if the plan does not clip gradients.
+    The last ε is missing if the plan does not clip gradients.
     """
     run = RunSummary(
         method=MethodTraits(name="DP-Ditto"), participations=Participations(rounds=plan.rounds)

@@ -14,8 +14,11 @@ G₀, M                 ``gradient_bound``, ``model_spread``
 h(T, λ)               ``ConvergenceBound.after``
 ====================  =====================================================
 
+Here F_n is the loss of client n, F the mean of all F_n with its least value F*, and G a bound on a
+squared gradient, which follows from G₀ and M.
+
 Theorem 1 follows from two recursions over the rounds t. Let e_t be the gap F(w) − F* of the global
-model, and a_t the squared distance of the personal model from its optimum. Then
+model w, and a_t the squared distance of the personal model from its optimum. Then
 
     e_{t+1} ≤ ε_G e_t + φ_L T        a_{t+1} ≤ ε_L a_t + residual + β e_t
 

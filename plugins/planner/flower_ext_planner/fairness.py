@@ -17,12 +17,14 @@ G₁, G₂ − G₁²          ``moments``
 R                     ``unfairness``: variance over clients of ‖u_n* − v_n‖²
 ====================  =====================================================
 
-With x = α₀, q = σ_u²/N, s = S₁ − x/N and N S₁ = ``shrinkage``, Theorem 2 has the form
+The error B_n of client n's personal model has the variance σ_B² in each weight: σ_B² = σ_w² + q x²
+with x = α₀, q = σ_u²/N and σ_w² = ``posterior_variance`` + ``shared_variance``. With
+s = S₁ − x/N and N S₁ = ``shrinkage``, Theorem 2 has the form
 
     R = const + D q x² + 4 G₁ s² (W + q x²) + (G₂ − G₁²) s⁴
 
-As published, D = 2d and W = σ_w². Both contain an error. First, the paper gives 2d σ_B² as the
-variance of σ_B² χ²_d, which is 2d σ_B⁴. Second, it takes the errors B_n as independent over
+As published, D = 2d and W = σ_w². Two errors led to these values. First, the variance of σ_B² χ²_d
+is 2d σ_B⁴, but the paper gives 2d σ_B². Second, the paper takes the errors B_n as independent over
 clients, although all clients share the same noise and the same error in w*. A shared error moves
 all losses alike and costs no fairness. Corrected, D = 4 (1 − 1/N) d τ² and W = σ_w² − τ²/N, with
 τ² = σ²ζ²/(σ² + ρζ²).

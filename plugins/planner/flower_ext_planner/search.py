@@ -111,9 +111,10 @@ class Outcome:
 class EmpiricalSchedule:
     """The best ``rounds`` (T*) and ``global_weight`` (λ*) that short training runs have found.
 
-    ``settled`` is true if a further step of the search would change neither T* nor λ*. It is false
-    if the search ran in a cycle of several pairs (T, λ). The result is then the pair of this cycle
-    with the smallest loss. ``outcomes`` holds the outcome of every run, by (T, λ).
+    ``settled`` is true if a further step of the search would change neither T* nor λ*.
+    ``settled`` is false if the search ran in a cycle of several pairs (T, λ). The result is then
+    the pair of this cycle with the smallest loss. ``outcomes`` holds the outcome of every run, by
+    (T, λ).
     """
 
     rounds: int
