@@ -88,8 +88,8 @@ class HeldRun:
     def changed_reply(self, message: Message, reply: Message) -> Message:
         """Return the reply of a client of this package, or NaN or an error in its place.
 
-        `_protected` makes the other changes, such as a huge update. The check cannot make them
-        here, because this reply is protected already.
+        `_protected` makes all other changes, such as a huge update, because the check cannot
+        replace the training function of a client of this package.
         """
         change = self._change
         if self._kind != TRAIN or change not in ("nan", "raise"):
