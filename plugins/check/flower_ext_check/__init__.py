@@ -2,5 +2,7 @@
 
 The check runs the app's code with the rights of the user, as Flower would. It finds mistakes, but a
 malicious app can deceive it. A measurement can only refute a claim. A proof needs a mechanism
-whose code this package knows and whose parameters it reads from the live objects.
+whose code the check knows and whose parameters it reads from the live objects.
+
+In the modules of the check, *this package* is `flower_ext`.
 """

@@ -79,8 +79,8 @@ class AppFolder:
     def described(self, error: BaseException) -> str:
         """Return the type and place of an error without its text, which may hold data.
 
-        The place is ``path:line``, where the traceback is last in the app's source. If it is never
-        there, the place is the file name and line that raised the error.
+        The place is the last ``path:line`` of the traceback that is in the app's source. Without
+        such a line, the place is the file name and line that raised the error.
         """
         frames = traceback.extract_tb(error.__traceback__)
         paths = [(Path(frame.filename), frame.lineno) for frame in frames]

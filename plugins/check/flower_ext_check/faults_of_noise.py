@@ -48,8 +48,8 @@ def add_wrong_noise(probes: Probes, findings: Findings) -> None:
 def _compare(gap: np.ndarray, size: float, what: str, findings: Findings) -> bool:
     """Add a finding and return True if the noise in ``gap`` is smaller than promised.
 
-    ``gap`` is the difference between two runs, in promised standard deviations. ``size`` is the
-    norm of the value that carries the noise, which ``what`` names.
+    ``gap`` is the difference between two runs, in promised standard deviations. ``what`` names
+    the value that carries the noise, and ``size`` is the norm of this value.
     """
     measured = spread(gap)
     if measured.value < 1e-3 and size > 2 * HELD and np.isfinite(size):

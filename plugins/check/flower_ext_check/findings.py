@@ -1,4 +1,4 @@
-"""The findings of a check. If one of them *refutes*, no ε of the app is provable.
+"""The findings of a check. A finding *refutes* if it leaves no ε of the app provable.
 
 ``findings.toml`` has the texts and the remedies.
 """
@@ -31,16 +31,16 @@ class Finding:
 
 @dataclass(kw_only=True)
 class Findings:
-    """The findings about one app. Of several cases with the same code, only the first is kept."""
+    """The findings about one app; of several with the same code, only the first is kept."""
 
     app: AppFolder
     traits: AppTraits
     by_code: dict[str, Finding] = field(default_factory=dict)
 
     def add(self, case: str, *, refutes: bool = True, **values: Any) -> None:
-        """Add a case of ``findings.toml``. Its code is the part of ``case`` before the slash.
+        """Add the finding that ``findings.toml`` describes under the name ``case``.
 
-        ``values`` fill in the names in braces.
+        Its code is the part of ``case`` before the slash. ``values`` fill in the names in braces.
         """
         texts, code = _TEXTS[case], case.partition("/")[0]
         finding = Finding(

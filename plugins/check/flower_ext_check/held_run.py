@@ -88,8 +88,8 @@ class HeldRun:
     def changed_reply(self, message: Message, reply: Message) -> Message:
         """Return the reply of a client of this package, or NaN or an error in its place.
 
-        `_protected` makes all other changes, because the check cannot replace the function of
-        such a client.
+        `_protected` makes all other changes, such as a huge update, because the check cannot
+        replace the training function of a client of this package.
         """
         change = self._change
         if self._kind != TRAIN or change not in ("nan", "raise"):
@@ -104,7 +104,7 @@ class HeldRun:
     def _protected(
         self, protect: Any, update: Any, received: Any, protection: Protection, noise: NoiseSource
     ) -> Any:
-        """Protect a public update in place of the update of a client of this package.
+        """Protect a public update where a client of this package would protect its own.
 
         The client's own update stays if the noise is inside the training, or if the upload is a sum
         over privacy units. `work` has then changed the client's records or training instead.
@@ -153,14 +153,14 @@ class HeldRun:
         return replace(work, training={**none, phase: training}, data=data)
 
     def shows_unit(self, protection: Protection) -> bool:
-        """Return True if the run shows how far one unit moves the result by a huge update.
+        """Return True if one unit makes a huge update, to show how far this moves the result.
 
-        Several clients may hold records of this unit.
+        Several clients may hold records of the unit.
         """
         return protection.of_units and self.quiet and self.change.startswith("huge")
 
     def _of_one_unit(self, work: ClientWork) -> ClientWork:
-        """Return work that takes a huge step on the records of one unit, the same everywhere."""
+        """Return work that takes a huge step on one unit's records; all clients use this unit."""
         data = work.data
         if not isinstance(data, SiloData) or not len(data.owners):
             return work

@@ -140,8 +140,9 @@ def upload_gap(probes: Probes, number: int) -> np.ndarray:
 def release_gap(probes: Probes, number: int) -> np.ndarray:
     """Return the difference between the releases of two runs, which have different noise.
 
-    It is divided by its promised standard deviation, which follows from the app's parameters. The
-    array is empty if they promise no noise in a release, or if the releases cannot be compared.
+    The difference is divided by its promised standard deviation, which follows from the app's
+    parameters. The array is empty if these parameters promise no noise in a release, or if the
+    releases cannot be compared.
     """
     noise = probes.traits.noise
     one, other = (probes.seen(name).step(number) for name in (AGAIN, OTHER))

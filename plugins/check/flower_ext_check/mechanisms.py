@@ -27,7 +27,7 @@ class Noise:
     cohort: float = 0.0
     """Number by which the sum of updates is divided; 0 if unknown."""
     bounds_models: bool = False
-    """True if clients clip whole models, so that two are at most twice ``clipping_norm`` apart."""
+    """True if clients clip models, so that two models differ by at most 2 ``clipping_norm``."""
     in_steps: bool = False
     """True if each local step adds noise, so that an upload has the noise of all its steps."""
 
@@ -66,13 +66,13 @@ class Mechanism:
     """The mechanism of a `FederatedStrategy` in its first round, as far as the check knows it."""
 
     noise: Noise | None = None
-    """None if no message shows the noise alone."""
+    """None if the check cannot see the noise apart from the training, or if there is none."""
     declared: Declared | None = None
     """None if the stated ε does not follow from equal releases of Gaussian noise."""
     unmeasured: str = ""
     """The reason why the check cannot measure the noise; "" without such a reason."""
     holds: bool = True
-    """True if, in held runs, a public update replaces a client's before its protection."""
+    """True if a held run protects a public update in place of each client's own."""
     of_units: bool = False
     """True if an upload is a sum over privacy units, and each unit's part is clipped by itself."""
     rounds_alike: bool = False

@@ -63,7 +63,7 @@ class Watch:
     _turns: dict[int, int] = field(default_factory=dict)
 
     def ask(self, messages: Sequence[Message], partitions: tuple[int, ...]) -> None:
-        """Record a batch of messages to ``partitions``, before the clients answer them."""
+        """Record messages for the clients ``partitions``, before these clients answer them."""
         if not messages:
             return
         first, trainings = messages[0], self.observed.trainings
@@ -242,7 +242,7 @@ def observe(
 
 @contextmanager
 def _seeded(*path: int) -> Iterator[None]:
-    """Seed the global random generators from ``path`` for the block; restore them afterwards."""
+    """Seed the global random generators for the block, as `_seed` does; restore them afterwards."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - apps draw from it
     _seed(*path)
     try:
@@ -254,7 +254,7 @@ def _seeded(*path: int) -> Iterator[None]:
 
 
 def _seed(*path: int) -> None:
-    """Seed the global random generators, from which apps draw, with a hash of ``path``."""
+    """Seed the global random generators, from which apps draw, with a hash of the integers."""
     seed = int(np.random.SeedSequence(path).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - apps draw from it

@@ -77,7 +77,7 @@ class AppTraits:
     release: Release | None
     """One round of Flower's mechanism; None if it adds no noise, or if the app does not use it."""
     mechanism: Mechanism
-    """The mechanism of this package's strategy. Without such a strategy, it has no noise."""
+    """The mechanism of this package's strategy; a `Mechanism` without noise if there is none."""
     foreign: Sequence[str]
     """Parts of a strategy of this package that the app has replaced."""
     guarantees: Sequence[Guarantee]
@@ -96,7 +96,7 @@ class AppTraits:
 
     @property
     def holds(self) -> bool:
-        """True if, in held runs, a public update replaces a client's before its protection."""
+        """True if a held run protects a public update in place of each client's own."""
         return self.mechanism.holds or not self.has_task
 
     @property
@@ -110,8 +110,8 @@ class AppTraits:
     def stated(self) -> Guarantee | None:
         """The provable guarantee whose ε the check compares with its measurements.
 
-        It is a guarantee against released models or, without one, against each upload. None if the
-        app has neither.
+        Its adversary sees the released models or, if the app has no such guarantee, each upload.
+        None if the app has neither guarantee.
         """
         for view in (AdversaryView.RELEASED_MODELS, AdversaryView.EACH_UPLOAD):
             for claim in self.guarantees:
@@ -131,7 +131,7 @@ class AppTraits:
         )
 
     def epsilon(self, rounds: int, delta: float) -> float | None:
-        """Return ε of ``release`` after ``rounds`` rounds, if all its conditions hold."""
+        """Return ε of ``release`` after ``rounds`` rounds; it holds if no finding refutes it."""
         if self.release is None:
             return None
         return privacy_loss_of({self.release: rounds}, delta=delta).epsilon

@@ -28,7 +28,7 @@ from flower_ext_check.repair import repaired
 DELTA = 1e-5
 """δ for an app that states none."""
 _SLACK = 1.001
-"""Factor that a claimed ε or δ may be off by, because apps round."""
+"""Factor by which a claimed ε or δ may be too small, because apps round."""
 
 
 def verdict(probes: Probes) -> dict[str, Any]:

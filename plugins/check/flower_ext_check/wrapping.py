@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Any
 
 Wrapper = Callable[..., Any]
-"""A function that is called in place of an original one, which is its first argument."""
+"""A function to call in place of another, which it gets as its first argument."""
 Seam = tuple[Any, str, Wrapper]
 """A module or class, the name of a function in it, and the wrapper to call in its place."""
 

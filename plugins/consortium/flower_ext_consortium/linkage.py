@@ -13,7 +13,7 @@ ways:
   the key could then compute a person's pseudonym, find it in such a gap, and learn that the person
   is in no silo.
 
-A person whose identifier is spelled in j ways has j numbers. The guarantee for that person is that
+A person whose identifier is spelled in j ways has j numbers. This person has the guarantee
 of a group of j users.
 
 ``flower-ext link`` writes three kinds of files:
@@ -195,7 +195,9 @@ def read_key(path: Path) -> bytes:
     """Return the secret key in a file; refuse a file that other users of this machine can read."""
     try:
         if path.stat().st_mode & 0o077:
-            raise InvalidValue(f"{path}: expected a file that only its owner can read: chmod 600")
+            raise InvalidValue(
+                f"{path}: expected a file that only its owner can read; run chmod 600 on it"
+            )
         content = path.read_text(encoding="ascii")
     except (OSError, UnicodeError):
         content = ""
@@ -250,7 +252,7 @@ def write_people(path: Path, header: str, people: Mapping[bytes, int | None]) ->
 
 
 def read_people(path: Path) -> tuple[str, dict[bytes, int | None]]:
-    """Return the fingerprint in a file of `write_people`, and the people with their numbers."""
+    """Return the fingerprint and the people, with their numbers, from `write_people`'s file."""
     try:
         header, *lines = path.read_text(encoding="ascii").splitlines()
         if header.startswith(_MAGIC):
@@ -292,8 +294,8 @@ def read_numbers(path: Path, pseudonyms: Pseudonyms) -> Callable[[bytes], int]:
 class LinkedTable:
     """A table that `write_linked` has written.
 
-    ``columns`` names the columns that were kept. ``texts`` counts, for some of them, the values
-    that are neither empty nor numbers.
+    ``columns`` names the columns that were kept. ``texts`` counts the values in a column that are
+    neither empty nor numbers; it lacks columns without such values.
     """
 
     num_rows: int

@@ -114,7 +114,10 @@ def _claim(loss: PrivacyLoss | None) -> str:
 
 
 def _loss_of_group(parts: Sequence[Any], size: int, delta: float) -> PrivacyLoss | None:
-    """Return the joint loss of runs for a person with ``size`` numbers; None if ε is infinite."""
+    """Return the joint privacy loss of runs for a person with ``size`` numbers.
+
+    None if ε is infinite, or if the package cannot bound ε for a group of this size.
+    """
     if any(part.is_unbounded for part in parts):
         return None
     releases = sum((part.releases for part in parts), type(parts[0].releases)())

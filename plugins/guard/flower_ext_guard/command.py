@@ -60,7 +60,7 @@ def guard(
 
 
 def costs(policy: GuardPolicy) -> list[str]:
-    """Say what one reply costs: return a line for each type of message that spends privacy."""
+    """Return a line with the cost of one reply for each type of message whose replies spend ε."""
     lines, budget = [], policy.budget
     for name, rule in policy.messages.items():
         if rule.release == CONSTANTS:

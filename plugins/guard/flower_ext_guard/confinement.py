@@ -25,7 +25,10 @@ UNSHARE = (
     *("setpriv", "--pdeathsig", "KILL", "unshare", "--user", "--map-root-user", "--net"),
     *("--mount", "--ipc", "--uts", "--pid", "--fork", "--kill-child", "--"),
 )
-"""Command that starts another command in namespaces of its own, and ends with its parent."""
+"""Beginning of a command that runs the rest of it in new namespaces.
+
+The kernel kills the command when the process that started it ends.
+"""
 
 SCRATCH = "/tmp"
 """The folder, in memory, for an app's own files."""
@@ -54,7 +57,7 @@ def confine(readable: Sequence[str], scratch_bytes: int, *, close: int) -> None:
 
     The paths in ``readable`` stay visible, read-only. The function returns in a new process. The
     calling process, which the app cannot reach, closes the descriptor ``close`` and waits for the
-    new one.
+    new process.
     """
     Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go if memory runs out
     # Otherwise the app could make a user namespace, in which it would have all capabilities again.

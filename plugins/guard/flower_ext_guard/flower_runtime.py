@@ -127,7 +127,7 @@ class RuntimeTask:
         self._client = client
 
     def is_alive(self) -> bool:
-        """Return True if the SuperNode still waits for the reply; this also extends the wait."""
+        """Return True if the SuperNode still waits for the reply; each call extends the wait."""
         try:
             return self._client.SendTaskHeartbeat(SendTaskHeartbeatRequest()).success
         except httpx.HTTPStatusError as error:
@@ -233,6 +233,6 @@ def parts_of(whole: bytes) -> list[bytes]:
         (length,) = _LENGTH.unpack_from(whole, start)
         start += _LENGTH.size + length
         if start > len(whole):
-            raise InvalidValue("the last part is incomplete")
+            raise InvalidValue("the bytes end inside a part: expected bytes that `joined` returned")
         parts.append(whole[start - length : start])
     return parts

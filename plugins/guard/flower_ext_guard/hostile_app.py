@@ -1,4 +1,4 @@
-"""An experiment on the guard: a hostile app answers for one of two opposite data sets.
+"""An experiment on the guard: a hostile app sends opposite updates for two data sets.
 
 The app moves the model as far as it can, and adds metrics that name its data. The guard must let
 the adversary tell the two data sets apart no better than its ledger says.
@@ -27,8 +27,8 @@ _AXIS = np.eye(1, _SIZE)[0]
 def guard_experiment(noise_multiplier: float = 1.0) -> Experiment:
     """Return the experiment, in which a single client answers with a huge update.
 
-    The update moves one weight by −1e6 in the world without the canary, and by 1e6 in the world
-    with it. The guard clips the update and adds noise.
+    The update moves one weight by 1e6 if the canary is in the data, and by −1e6 if it is not. The
+    guard clips the update and adds noise.
     """
     policy = MessagePolicy(
         release=UPDATE, clipping_norm=1.0, noise_multiplier=noise_multiplier, constants={"n": 1}

@@ -93,7 +93,7 @@ class MessagePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class SumPolicy:
-    """The signed sums in which a site takes part."""
+    """The secure sums, with signed keys, in which a site takes part."""
 
     identity_key: str
     """File of this site's Ed25519 key, as ``ssh-keygen -t ed25519`` writes it."""
@@ -189,7 +189,7 @@ class GuardPolicy:
         return self.messages[message_type]
 
     def noised_by(self, rule: MessagePolicy) -> int:
-        """Return the number of sites whose noise is in each sum to which replies go; 0 if none."""
+        """Return how many sites, at least, noise each sum under ``rule``; 0 without such sums."""
         if rule.release != CONTRIBUTION:
             return 0
         assert self.sum is not None

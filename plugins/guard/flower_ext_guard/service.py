@@ -229,7 +229,10 @@ class Guard:
 
 
 class _AppAnswer:
-    """The answer of a request's app; ``state`` is the readable memory that the app left, if any."""
+    """The answer of a request's app.
+
+    ``state`` is the memory that the app left; None if the app left none that the guard can read.
+    """
 
     def __init__(self, request: RuntimeRequest, policy: GuardPolicy, log: Path) -> None:
         self._request, self._policy, self._log = request, policy, log
@@ -257,7 +260,7 @@ class _AppAnswer:
 
 
 def _claims(new: Charge, sites: int) -> list[Guarantee]:
-    """Return the guarantees of a run, whose latest charge is ``new``, against each view."""
+    """Return a run's guarantees after its latest charge ``new``, one for each adversary view."""
     assert new.release is not None
     share = new.release.noise_multiplier / math.sqrt(sites or 1)
     alone = replace(new.release, noise_multiplier=share)

@@ -1,8 +1,8 @@
 """The guard as a member of masked sums: the guard, not the app, bounds, noises and masks.
 
-The guard applies `client_level_dp_mod` in its own process. The app gets the model alone, and its
-answer is an update like any other. The guard writes the keys of a sum to its folder, which no app
-can read, before a reply leaves.
+The guard applies `client_level_dp_mod` in its own process. The app gets only the model, and the
+guard treats the app's answer as an update like any other. Before a reply leaves, the guard writes
+the keys of a sum to a folder that no app can read.
 
 Guarantees
 ----------

@@ -27,7 +27,7 @@ class Count(Statistic):
         super().__init__("number of people", columns=(), names=["people"], size=1, norm=1.0)
 
     def vectors(self, columns: Columns) -> NDArray[np.float64]:
-        """Return ones."""
+        """Return a one for each record."""
         return np.ones((len(next(iter(columns.values()))), 1))
 
 
@@ -325,7 +325,7 @@ def _ratio(numerator: NDArray[np.float64], denominator: NDArray[np.float64]) -> 
 
 
 def _rising(functions: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the least rising function above each function, and the largest rising one below it.
+    """Return the least non-decreasing function above each function, and the largest below it.
 
     All functions have the shape (…, edges).
     """
@@ -335,9 +335,10 @@ def _rising(functions: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArra
 
 @cache
 def _tree_inverse(depth: int) -> NDArray[np.float64]:
-    """Return the matrix, of shape (leaves, nodes), that takes a tree's counts to its leaves.
+    """Return the matrix that computes the counts of a tree's leaves from those of all its nodes.
 
-    It gives the counts of the leaves that fit the counts of all nodes best, by least squares.
+    The matrix has the shape (leaves, nodes). Among all counts of leaves, the computed ones fit the
+    nodes' counts best, by least squares.
     """
     leaves = np.arange(2**depth)
     levels = [

@@ -93,8 +93,8 @@ def read_statistics(text: str) -> JointStatistics:
             raise InvalidValue(f"{wrong}: expected {form}") from None
         if (key := " ".join(part.split())) in statistics:
             raise InvalidValue(
-                f"{wrong}: expected each statistic once, because all share the privacy; leave the "
-                "repetition out"
+                f"{wrong}: expected each statistic once, because all statistics share one ε; leave "
+                "the repetition out"
             )
         statistics[key] = statistic
     return JointStatistics(tuple(statistics.values()))

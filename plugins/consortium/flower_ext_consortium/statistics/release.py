@@ -190,7 +190,7 @@ class UserStatistics(UldpAvg):
     def claims(
         self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
     ) -> list[Guarantee]:
-        """Return the provable guarantees only, because the paper's theorem is about training."""
+        """Return the provable guarantees only, because ULDP-AVG's theorem is about training."""
         claims = super().claims(plan, run, state, summation)
         return [claim for claim in claims if claim.basis == "provable"]
 
