@@ -199,7 +199,7 @@ class Run:
     client_metrics: dict[int, dict[str, float]] = field(default_factory=dict, init=False)
     """Newest scores by partition."""
     remembered: dict[int, int] = field(default_factory=dict, init=False)
-    """By partition, the last training round that the client answered and has memory of."""
+    """By partition, the last training round that stored memory and whose reply the server used."""
     answers: dict[str, Mapping[str, float]] = field(default_factory=dict, init=False)
     """Newest answers to queries outside training, by the queries' names."""
     ever_answered: bool = field(default=False, init=False)
@@ -248,11 +248,11 @@ class Run:
         return model
 
     def evaluated(self, arrays: ArrayRecord) -> records.Arrays:
-        """Return the model that the run evaluates and returns if its last round gave ``arrays``."""
+        """Return the model to evaluate or return at the end if the last round gave ``arrays``."""
         return self.method.evaluated(self.shared_part(arrays), self.state or State())
 
     def check_model(self, model: records.Arrays) -> None:
-        """Refuse a model, such as a checkpoint's, whose arrays differ from the first model's."""
+        """Refuse a model (for example a checkpoint's) if its arrays do not fit the first model."""
         if {name: (array.shape, array.dtype) for name, array in model.items()} != self._shared:
             raise InvalidValue(
                 f"the model differs from the run's first model: it has the arrays {sorted(model)}; "
@@ -272,7 +272,7 @@ class Run:
 
     @property
     def participations(self) -> Participations:
-        """Participations of each unit in the rounds so far."""
+        """Counts of the releases so far to which each unit contributed."""
         return self.population.participations
 
     @property
