@@ -261,7 +261,7 @@ def identity(node_config: Mapping[str, object]) -> RecordDict:
 
 
 def addressed(content: RecordDict, partition: int) -> RecordDict:
-    """Add to a message's content the partition that it is for (see `check_addressee`)."""
+    """Return a message's content with the receiver's partition added (see `check_addressee`)."""
     address = ConfigRecord({"partition": partition})
     return record_of(RecordDict, {**content, _ADDRESS: address})
 

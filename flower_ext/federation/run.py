@@ -149,7 +149,7 @@ class Spending:
             )
 
     def reserve(self, release: Release | None, server_round: int, identity: int | None) -> None:
-        """Write a release, if the round makes one, to the ledger before the server asks any client.
+        """Before the server asks any client, write the round's release, if any, to the ledger.
 
         If a repeated round would have new noise, ``identity`` is None, and the ledger counts both
         attempts. If a repeated round releases the same numbers again, ``identity`` identifies these
@@ -296,7 +296,7 @@ class Run:
         return {"run": self.checkpoints.run_id, "method": self.method.name, "name": name}
 
     def release_identity(self, kind: str, number: int) -> int | None:
-        """Identify a release. Return None if a repeated round would release other numbers."""
+        """Return a number that identifies a release; None if a repeated round would differ."""
         if not self.repeats:
             return None
         return derived_seed(self.options.seed or 0, kind, self.checkpoints.run_id, number)

@@ -35,7 +35,7 @@ _LATEST, _EARLIER, _BUFFER = "latest", "earlier.", "buffer."
 
 
 class NoiseStream:
-    """The noise of a run's rounds. The state is in ``folder``, or only in memory if that is None.
+    """The noise of a run's rounds; the state is in ``folder``, or in memory if ``folder`` is None.
 
     ``matrix`` is the strategy matrix of a new run. A resumed run takes the matrix in the stored
     state instead.
