@@ -1,4 +1,4 @@
-"""Strategies, client sides, engines and records that every method shares, built on Flower."""
+"""Strategies, client sides, engines and messages that all methods share, built on Flower."""
 
 from flower_ext.federation.client.app import client_app
 from flower_ext.federation.client.client_method import (

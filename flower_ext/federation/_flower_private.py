@@ -1,6 +1,6 @@
 """Flower's private names that this package uses; the plug-in `guard` uses a few more.
 
-The tests of `engines` use every name, so they fail if a Flower version moves one.
+The tests of `engines` use every name, so these tests fail if a Flower version moves one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def set_message_id(message: Message, message_id: str) -> None:
 
 
 def message_like(message: Message, content: RecordDict, **other: object) -> Message:
-    """Return a copy of a message with new ``content``, and with the metadata ``other`` replaced."""
+    """Return a copy of a message with new ``content``, and with new metadata from ``other``."""
     metadata = _copied(message.metadata)
     vars(metadata).update({f"_{name}": value for name, value in other.items()})
     return _message(metadata, content)

@@ -1,4 +1,4 @@
-"""The guarantees of a run: what its method claims, what no guarantee covers, and what it spends."""
+"""The guarantees of a run: what its method claims, what no guarantee covers, and the ε spent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flower_ext.privacy.units import AdversaryView
 
 
 def summary_of(run: Run) -> RunSummary:
-    """Return the facts of the run so far from which a plan computes its guarantees."""
+    """Return the summary of the run so far, from which the plan computes the run's guarantees."""
     method, traits = run.method, run.method.traits
     weights = [training.proximal_weight for training in method.training.values()]
     if run.clients.roster.foreign:  # such clients may remember anything
@@ -76,7 +76,7 @@ def spent_by(run: Run) -> dict[str, float]:
 
 
 def not_covered(run: Run) -> list[str]:
-    """Return one line for each thing that leaves the clients in this run without a guarantee."""
+    """Return one line for each thing that this run reveals and that no guarantee covers."""
     exposed, options = ["whether and when each client answered"], run.options
     noised = any(sums.query.schedule == "in evaluations" for sums in run.query_sums)
     if options.evaluate_every and not noised:
@@ -99,9 +99,9 @@ def charge(
 ) -> None:
     """Charge a round to the run's budget before the server asks any client.
 
-    ``after`` holds the participations for the case that every client of the round answers.
+    ``after`` counts the participations as if every client of the round had answered already.
     ``answered`` is the mechanism of the query whose answer the round releases; None for a training
-    round. If the budget is for this run alone, the function only checks it, and writes nothing.
+    round. If the budget is for this run alone, only check the budget, and write nothing.
     """
     mechanism, budget = run.mechanism, run.spending.budget
     if budget is None:
@@ -149,8 +149,8 @@ def charge(
 def save_guarantees(run: Run, *, in_account: bool = True) -> None:
     """Write the guarantees so far to ``guarantee.json``, and to the population's account.
 
-    The account needs the guarantees only when the run ends, because it already has each round's
-    charge.
+    If ``in_account`` is False, write only the file. The account needs the guarantees only when the
+    run ends, because it already has each round's charge.
     """
     guarantees, budget = guarantees_of(run), run.spending.budget
     if in_account and guarantees and budget is not None and budget.ledger is not None:

@@ -15,7 +15,7 @@ the ClientApp returns           what leaves the client
 floating-point arrays           the clipped update with noise
 integer and boolean arrays      the values that the client received: such arrays count batches or
                                 examples, and Gaussian noise does not protect whole numbers
-                                (`DPFedAvg` refuses such a model before the first round)
+                                (`DPFedAvg` refuses a model with such arrays before round 1)
 arrays in half precision        an error, because noise does not add up in half precision
 arrays that were not received   nothing
 metrics, other records          nothing: the guarantee does not cover them
@@ -73,7 +73,7 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
     unchanged, but refuses them if the node's owner requires secure sums. It also passes a training
     message through if the plan lets the server add the noise and the node's owner allows that
     (``least-noise-multiplier``, see `NodePolicy`). It refuses a training message that asks for no
-    protection, as the messages of Flower's own strategies do.
+    protection, such as a message of one of Flower's own strategies.
 
     Parameters
     ----------

@@ -133,10 +133,10 @@ def release_plan(
 ) -> ReleasePlan:
     """Return the plan under which the server releases noised sums of sampled clients' updates.
 
-    Without a ``noise_multiplier`` above 0, the function chooses the least noise that keeps
-    ``epsilon``. The setting ``calibration`` says which bound on ε counts: the provable one or the
-    published one. A ``delta`` of 0 means 1 / ``clients``; with ``of_users``, the plan gets
-    ``delta`` unchanged.
+    Without a ``noise_multiplier`` above 0, the function chooses the least noise with which the run
+    spends at most ``epsilon``. The setting ``calibration`` says which bound on ε counts: the
+    provable one or the published one. A ``delta`` of 0 means 1 / ``clients``; with ``of_users``,
+    the plan gets ``delta`` unchanged.
 
     Parameters
     ----------
@@ -323,10 +323,10 @@ def start(
 ) -> None:
     """Run a method under a plan for ``rounds`` rounds in a run directory, and write its report.
 
-    A run with privacy may end early. It ends when its provable ε reaches ``budget`` (0 means no
-    budget), or the ``epsilon`` for which its noise is provably calibrated. It also ends when all
-    runs that share the account ``budget_ledger`` have spent the account's budget. If the plan is a
-    `ReleasePlan`, the run's ledger records its releases.
+    A run with privacy may end early. It ends before its provable ε would exceed ``budget`` (0
+    means no budget), or the ``epsilon`` for which its noise is provably calibrated. It also ends
+    when all runs that share the account ``budget_ledger`` have spent the account's budget. If the
+    plan is a `ReleasePlan`, the run's ledger records its releases.
 
     Parameters
     ----------
@@ -399,7 +399,7 @@ def start(
 
 
 def _budget(settings: RunSettings, plan: PrivacyPlan) -> Budget | None:
-    """Return the budget in the settings: that of a shared account, or of this run alone."""
+    """Return the budget in the settings: a shared account's budget, or one for this run alone."""
     if not isinstance(settings, PrivacySettings):
         return None
     if (path := absolute_path(settings.budget_ledger)) is None:

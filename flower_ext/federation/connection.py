@@ -96,7 +96,10 @@ def leave_out_withdrawn(run: Run) -> None:
 
 
 def _check_foreign(run: Run, *, mod: bool) -> None:
-    """Refuse a ClientApp of another project if the method or the plan needs one of this package."""
+    """Refuse a ClientApp of another project if the method or the plan needs one of this package.
+
+    ``mod`` is True if a mod of this package could clip the uploads and add the noise.
+    """
     roster, mechanism = run.clients.roster, run.mechanism
     if run.query_sums:
         raise InvalidValue(
@@ -126,9 +129,9 @@ def _check_foreign(run: Run, *, mod: bool) -> None:
 def rehearse(run: Run, config: ConfigRecord) -> None:
     """Check before round 1 that a ClientApp of another project can train; drop its update.
 
-    A ClientApp cannot train if, for example, it reads a record that no message has, or returns
-    arrays under other names. Each round would then spend privacy in vain. One client with unusual
-    records must not end a run, so the server asks up to three clients in turn.
+    A ClientApp cannot train if, for example, it reads a part that no message has, or returns arrays
+    under other names. Each round would then spend privacy in vain. One client with unusual data
+    must not end a run, so the server asks up to three clients in turn.
     """
     clients, roster = run.clients, run.clients.roster
     if not roster.foreign or run.mechanism.delta is None:

@@ -115,12 +115,12 @@ class Clients:
     def ask(
         self, contents: Mapping[int, Content], server_round: int, read: Callable[[Message], T]
     ) -> Iterator[tuple[int, T]]:
-        """Send queries outside the rounds, and yield each partition with its well-formed answer."""
+        """Send messages of type ``query``, and yield each partition with its well-formed answer."""
         requests = self.request("query", contents, server_round)
         return requests.accepted(self.replies(requests.messages), read)
 
     def query(self, contents: Mapping[int, Content], read: Callable[[Message], T]) -> dict[int, T]:
-        """Send each client a query, and return the answers by partition.
+        """Send each client a message of type ``query``, and return the answers by partition.
 
         Raise `FederationNotReady` if a node does not answer, or if ``read`` refuses its answer.
         """
@@ -137,7 +137,7 @@ class Clients:
         return answers
 
     def replies(self, messages: Iterable[Message]) -> Iterable[Message]:
-        """Send messages outside the rounds, and return each reply as soon as it arrives."""
+        """Send messages to the clients, and return each reply as soon as it arrives."""
         assert self.grid is not None
         return _flower_private.replies(self.grid, messages, timeout=self.timeout)
 

@@ -29,7 +29,7 @@ R = TypeVar("R")
 CLIENT_APP_RAISED = 2
 """Error code of a reply whose ClientApp raised an exception, as in Flower's own engines."""
 MOD_REFUSED = 6
-"""Error code of one of Flower's mods, if a message lacks what the mod's own strategy sends."""
+"""Error code by which a Flower mod refuses a message without the entries of the mod's strategy."""
 REASON_SENT = 100
 """Error code of a reply whose text does not depend on the client's data."""
 REASON_WITHHELD = "the client failed; the reason is in its own log"
@@ -115,7 +115,7 @@ def unlogged(*texts: str) -> Iterator[None]:
 
 
 def public_reason(error: Error) -> str:
-    """Return the text that the server may log about an error reply: its last line, if any."""
+    """Return what the server may log about an error reply: the last line of its text, if any."""
     if error.code == CLIENT_APP_RAISED:
         # If the ClientApp is not of this package, Flower sends the exception's text, which may
         # contain a training record.

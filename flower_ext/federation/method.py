@@ -32,7 +32,7 @@ from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.training import LocalTraining, Task
 
 _OPTIMIZER, _AVERAGE = "optimizer.", "average."
-"""Prefixes of groups of the state: what the server's optimiser and the average of models keep."""
+"""Prefixes of the groups of a state that the server's optimiser and the average of models use."""
 _OPTIMISER = Rule("an optimiser such as Sgd or Adam", lambda x: isinstance(x, ServerOptimizer))
 _AVERAGES = Rule(
     "ExponentialAverage, TailAverage or None", lambda x: isinstance(x, ModelAverage | None)
@@ -109,8 +109,8 @@ class Released:
 class Method(Checked):
     """Base class of federated methods; a subclass is a frozen dataclass.
 
-    A subclass sets ``client`` to its client side. Those of its fields that are a `LocalTraining`
-    describe the phases of local training. All clients have the same weight in the mean, unless the
+    A subclass sets ``client`` to its client side. Each field of type `LocalTraining` describes one
+    phase of local training. All clients have the same weight in the mean, unless the
     method says otherwise, or the plan is a ``NonPrivatePlan(weighting="examples")``.
 
     Parameters
@@ -138,7 +138,7 @@ class Method(Checked):
     one_model: ClassVar[bool] = True
     """True if the server sends all clients the same shared model; see `begin_round`."""
     bounds_units: ClassVar[bool] = False
-    """True if an upload is a sum over privacy units, each of whose parts the client side bounds."""
+    """True if an upload adds up one part for each privacy unit, and the client bounds each part."""
     weighs_updates: ClassVar[bool] = False
     """True if `step` weights clients by a rule of the method.
 
@@ -298,7 +298,7 @@ class Method(Checked):
         return mechanism.mean_noise_stddev
 
     def with_average(self, model: Arrays, state: State, previous: State) -> State:
-        """Return ``state`` with the average, if any, of ``previous`` and ``model``."""
+        """Return ``state`` with the average in ``previous``, if any, after ``model`` is added."""
         if self.average is None:
             return state
         # A method's `step` may return a state without the average, so take it from ``previous``.

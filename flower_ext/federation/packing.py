@@ -46,7 +46,7 @@ def pack(
 
 
 def unpack(reply: Message, requests: Sequence[Message]) -> list[Message]:
-    """Return a reply to each of the ``requests``. An error of the node becomes every reply."""
+    """Return a reply to each of the ``requests``; if the node failed, each reply is its error."""
     if reply.has_error():
         return [Message(reply.error, reply_to=request) for request in requests]
     try:

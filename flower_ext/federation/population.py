@@ -159,12 +159,12 @@ class HiddenUsers(UsersInSilos):
     def count(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
         """Count a round with an upload of every silo, because a weighted sum needs all uploads.
 
-        If the silos draw the users, ε depends on the number of rounds, not on that of the uploads.
+        If the silos draw the users, ε depends on the number of rounds, and not on any uploads.
         """
         super().count(units, self.num_nodes, requests=self.num_nodes)
 
     def count_abandoned(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
-        """Count the round for all users alike, because nobody knows any longer whom it drew."""
+        """Count the round for all users alike, because nobody knows the round's users any more."""
         # The silos' order of the users is lost. Nobody knows to which user a count belongs, so give
         # all users the same count, before and after.
         self.forget_order()

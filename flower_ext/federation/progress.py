@@ -74,7 +74,7 @@ class Progress:
         """Return mean, std, variance, worst tenth and Jain's index of each score over clients.
 
         These statistics weight all clients equally. ``…_pooled`` is the mean over all test
-        examples, so large clients weigh more. The result leaves out a score unless most clients
+        examples, so large clients weigh more. The result has a score only if most clients
         report it. If some clients do not report it, ``…_clients`` is the number of those that do,
         and the statistics are over them.
         """

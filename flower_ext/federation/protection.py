@@ -25,7 +25,7 @@ from flower_ext.privacy.mechanisms.protections import (
 
 
 class Unprotected(Protection):
-    """No protection: the client sends its update unchanged, or an error if it fails."""
+    """No protection: the client sends its update unchanged, or an error if its training fails."""
 
     bounds_uploads = False
     hides_failures = False
@@ -53,7 +53,7 @@ _OF_ROUNDS = {
     *("run", "number", "seed", "diagnostics", "training-loss"),
     *("report-size", "remembered", "query", "withdrawn"),
 }
-"""Entries of a round's record that do not belong to its protection."""
+"""Entries of a round's record that do not belong to the protection."""
 
 
 def to_entries(protection: Protection | None, *, seeded_noise: bool) -> dict[str, Any]:

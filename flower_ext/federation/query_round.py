@@ -40,7 +40,7 @@ def _evaluation_content(run: Run, model: records.Arrays, config: ConfigRecord) -
 
 
 def use_records(run: Run) -> dict[str, ConfigRecord]:
-    """Return the records from which a client builds its own model, besides the shared model."""
+    """Return the message records that, with the shared model, determine a client's own model."""
     last, trainings = max(1, run.participations.rounds), run.method.evaluation_training
     return {
         records.ROUND: run.round_record(last, **{"training-loss": run.options.training_loss}),

@@ -35,9 +35,9 @@ CHANGEABLE = INCIDENTAL | {"rounds"}
 
 
 def first_config(config: UserConfig) -> UserConfig:
-    """Return ``config``; for a resumed run, with the ``rounds`` with which that run began.
+    """Return ``config``; in a resumed run, set ``rounds`` to the number with which the run began.
 
-    A resumed run may have more rounds than that, but its noise is calibrated for that number.
+    A resumed run may have more rounds, but its noise is calibrated for that first number.
     `recorded_run` checks that no other setting differs.
     """
     if (path := _path_to_resume(config)) is None:
@@ -177,8 +177,8 @@ def record(
     """Run a strategy, or a wrapper with a ``base``, and record the run in a directory.
 
     During the run, the directory receives metrics and checkpoints. After the run, it receives the
-    final model, the records from which clients build their own models, the guarantees and the
-    clients' scores. If the plan releases noised sums and the strategy has no ledger yet, the
+    final model, the message records from which clients build their own models, the guarantees and
+    the clients' scores. If the plan releases noised sums and the strategy has no ledger yet, the
     directory receives the ledger, too. ``options`` are those of ``strategy.start``.
 
     Raises
@@ -310,7 +310,7 @@ class recorded:
 
 
 def _method(strategy: Strategy, base: FederatedStrategy) -> str:
-    """Return the names of wrapper, method and, for `Hosted`, Flower's strategy, with hyphens."""
+    """Join the names of wrapper, method and, for `Hosted`, Flower's strategy by hyphens."""
     wrappers = [] if strategy is base else [type(strategy).__name__]
     return "-".join(dict.fromkeys([*wrappers, base.method.name, base.method.label]))
 
@@ -349,7 +349,7 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> str | int | float | bool:
-    """Describe a value by a number or a text that is the same in every process; None by ""."""
+    """Return a number or a text, equal in all processes, that describes a value; empty for None."""
     if isinstance(value, Enum):
         return _plain(value.value)
     if isinstance(value, str | int | float | bool):

@@ -2,8 +2,8 @@
 
 Flower serialises an array as soon as it is made. That is wasted time if clients run in the server's
 process, so an `UnsentArray` is serialised only when it leaves the process. An `UploadReply` carries
-plain arrays, which this package's strategies read. It builds Flower's records only when a caller
-reads its ``content``: for a hundred small models, building them takes longer than training.
+plain arrays, which this package's strategies read. The reply builds Flower's records only when a
+caller reads its ``content``: for a hundred small models, building them takes longer than training.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ RESERVED = frozenset({MODEL, ROUND, SETTINGS, CONFIG, SECURE_SUM, WEIGHTED_SUM, 
 class UnsentArray(Array):
     """An array that is serialised only when it leaves this process.
 
-    Do not change ``values`` afterwards.
+    Do not change ``values`` after you create the array.
     """
 
     values: np.ndarray
@@ -262,7 +262,7 @@ def metrics_record(values: Mapping[str, float]) -> MetricRecord:
 
 
 class UploadReply(Message):
-    """A reply whose content is an `Update` until a caller reads or replaces it."""
+    """A reply whose content is an `Update` until a caller reads or replaces the content."""
 
     def __init__(self, question: Message, update: Update) -> None:
         vars(self).update(_content=update, _error=None, question=question)

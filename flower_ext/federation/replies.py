@@ -52,7 +52,9 @@ def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models:
         expected = (
             f"{records.UPDATE!r} or {records.MODEL!r}" if trust_models else f"{records.UPDATE!r}"
         )
-        raise RefusedReply(f"no array record {expected}: the reply has {sorted(content.keys())}")
+        raise RefusedReply(
+            f"the reply has no array record {expected}: it has the records {sorted(content.keys())}"
+        )
     return Update(arrays, _metrics(content))
 
 
@@ -121,7 +123,7 @@ def read_answer(reply: Message, record: str = records.ANSWER) -> Arrays:
     """Return the arrays in a record of a reply; by default, those of a client's answer."""
     answered = _content(reply).get(record)
     if not isinstance(answered, ArrayRecord):
-        raise RefusedReply(f"no array record {record!r}")
+        raise RefusedReply(f"the reply has no array record {record!r}")
     try:
         return records.to_arrays(answered)
     except Exception as error:  # a hostile payload may provoke any error

@@ -28,19 +28,19 @@ PARTITION = "partition-id"
 IDENTITY = "query.identity"
 """Message type of the question "which partition are you?"."""
 _IDENTITY_RECORD = "identity"
-"""Record of the answer to this question."""
+"""Record of the answer to the question `IDENTITY`."""
 FOR_MODS = "flower-ext/"
 """Prefix of settings for this package's mods, which read them and take them out of the message."""
 _PARTITION_QUESTION = "identity"
-"""Entry of a training message without a model, by which the server asks a mod for its partition."""
+"""Entry of a training message without a model, which asks a mod for the node's partition."""
 REHEARSAL = "rehearsal"
-"""Entry of a training message before the first round, whose update the server drops."""
+"""Entry of a training message before the first round: the server will drop the update."""
 _NO_PARTITION = str(None)
 """Answer of a node without a partition in its node config."""
 _ADDRESS = "address"
 _ADVISE_AFTER, _ADVISE_EVERY = 5.0, 60.0
 """Seconds of waiting until the log first says how to add nodes, and seconds between repetitions.
-The nodes of a simulation usually connect before the first."""
+The nodes of a simulation usually connect before the log says this."""
 
 
 class FederationNotReady(FlowerExtError, RuntimeError):
@@ -261,7 +261,7 @@ def identity(node_config: Mapping[str, object]) -> RecordDict:
 
 
 def addressed(content: RecordDict, partition: int) -> RecordDict:
-    """Add to a message's content the partition that it is for (see `check_addressee`)."""
+    """Return a message's content with the receiver's partition added (see `check_addressee`)."""
     address = ConfigRecord({"partition": partition})
     return record_of(RecordDict, {**content, _ADDRESS: address})
 
@@ -276,9 +276,9 @@ def check_addressee(message: Message, context: Context) -> None:
         return
     if address["partition"] != (partition := partition_of(context.node_config)):
         raise InvalidValue.tellable(
-            f"node config partition-id={partition}: this node held partition "
-            f"{address['partition']!r} when the run asked; start the node again with that "
-            "partition-id, or stop the run"
+            f"node config partition-id={partition}: expected {address['partition']!r}, the "
+            "partition that this node held when the run asked; start the node again with the "
+            "expected partition-id, or stop the run"
         )
 
 
@@ -287,7 +287,8 @@ def partition_of(node_config: Mapping[str, object]) -> int:
     partition = node_config.get(PARTITION)
     if not isinstance(partition, int):
         raise InvalidValue.tellable(
-            f"node config partition-id={partition!r}: start the SuperNode with "
-            '--node-config "partition-id=0 num-partitions=N"'
+            f"node config partition-id={partition!r}: expected an integer from 0 to N-1, different "
+            "for each of the N SuperNodes; start the first SuperNode with --node-config "
+            '"partition-id=0 num-partitions=N", the next with partition-id=1, and so on'
         )
     return partition

@@ -1,7 +1,8 @@
 """One round that releases a mean: open the sum, ask clients, read and add up their answers.
 
-Training and evaluation under noise are both such rounds. A `TrainingRound` asks a cohort to train,
-and the server's step moves the model by the mean. Rounds of other kinds are in `query_round`.
+A training round is such a round, and so is an evaluation under noise. A `TrainingRound` asks a
+cohort to train, and the server's step moves the model by the mean. Rounds of other kinds are in
+`query_round`.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class Spending:
             )
 
     def reserve(self, release: Release | None, server_round: int, identity: int | None) -> None:
-        """Write a release, if the round makes one, to the ledger before the server asks any client.
+        """Before the server asks any client, write the round's release, if any, to the ledger.
 
         If a repeated round would have new noise, ``identity`` is None, and the ledger counts both
         attempts. If a repeated round releases the same numbers again, ``identity`` identifies these
@@ -199,7 +199,7 @@ class Run:
     client_metrics: dict[int, dict[str, float]] = field(default_factory=dict, init=False)
     """Newest scores by partition."""
     remembered: dict[int, int] = field(default_factory=dict, init=False)
-    """By partition, the last training round that the client answered and has memory of."""
+    """By partition, the last training round that stored memory and whose reply the server used."""
     answers: dict[str, Mapping[str, float]] = field(default_factory=dict, init=False)
     """Newest answers to queries outside training, by the queries' names."""
     ever_answered: bool = field(default=False, init=False)
@@ -248,11 +248,11 @@ class Run:
         return model
 
     def evaluated(self, arrays: ArrayRecord) -> records.Arrays:
-        """Return the model that the run evaluates and returns if its last round gave ``arrays``."""
+        """Return the model to evaluate or return at the end if the last round gave ``arrays``."""
         return self.method.evaluated(self.shared_part(arrays), self.state or State())
 
     def check_model(self, model: records.Arrays) -> None:
-        """Refuse a model, such as a checkpoint's, whose arrays differ from the first model's."""
+        """Refuse a model (for example a checkpoint's) if its arrays do not fit the first model."""
         if {name: (array.shape, array.dtype) for name, array in model.items()} != self._shared:
             raise InvalidValue(
                 f"the model differs from the run's first model: it has the arrays {sorted(model)}; "
@@ -272,7 +272,7 @@ class Run:
 
     @property
     def participations(self) -> Participations:
-        """Participations of each unit in the rounds so far."""
+        """Counts of the releases so far to which each unit contributed."""
         return self.population.participations
 
     @property
@@ -296,7 +296,7 @@ class Run:
         return {"run": self.checkpoints.run_id, "method": self.method.name, "name": name}
 
     def release_identity(self, kind: str, number: int) -> int | None:
-        """Identify a release. Return None if a repeated round would release other numbers."""
+        """Return a number that identifies a release; None if a repeated round would differ."""
         if not self.repeats:
             return None
         return derived_seed(self.options.seed or 0, kind, self.checkpoints.run_id, number)

@@ -66,9 +66,9 @@ class Stragglers(Checked):
             )
         if not any(t.steps is None and not t.tolerance for t in trainings):
             raise InvalidValue(
-                "stragglers: expected local training that is counted in epochs, of which a "
-                "straggler completes some; give epochs in place of steps or a tolerance, or "
-                "stragglers=None"
+                "stragglers: expected local training that is counted in epochs, because a "
+                "straggler completes only some epochs; give epochs in place of steps or a "
+                "tolerance, or stragglers=None"
             )
 
 

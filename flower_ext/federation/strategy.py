@@ -276,7 +276,7 @@ class FederatedStrategy(Strategy):
         return loop.start(initial_arrays)
 
     def record_in(self, directory: RunWriter, *, limit: Budget | None = None) -> None:
-        """Let the run, which has not begun, write its files and its ledger to ``directory``.
+        """Make a run, before it begins, write its files and its ledger to ``directory``.
 
         ``limit`` is the budget of the new ledger. A plan that makes no releases has no ledger:
         ``limit`` then becomes the budget of the run, unless the run has one already.
@@ -307,7 +307,7 @@ class FederatedStrategy(Strategy):
 
     @property
     def participations(self) -> Participations:
-        """Participations of each unit in the rounds so far."""
+        """Counts of the releases so far to which each unit contributed."""
         return self.run.participations
 
     @property

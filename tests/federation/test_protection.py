@@ -320,7 +320,7 @@ def test_a_client_with_too_few_examples_for_its_noise_refuses_and_sends_nothing(
     if refused:
         (said,) = strategy.refusals
         assert "trains on too few examples" in said
-        assert "at least 5, which is 2u₂/μ (Theorem 6.3), where u₂ bounds" in said
+        assert "at least 5, which is 2u₂/μ (Upcycled-FL, Theorem 6.3), where u₂ bounds" in said
         (failed,) = [reply for reply in of_training(grid.received) if reply.has_error()]
         assert not failed.has_content()
     assert strategy.run.progress.row["answered"] == CLIENTS - refused
@@ -785,7 +785,7 @@ def test_a_result_is_a_model_or_an_update():
     assert contribution_of(LocalResult(model=moved), received, whole=True) is moved
     assert contribution_of(LocalResult(update=moved), received, whole=False) is moved
     for result in (LocalResult(), LocalResult(model=moved, update=moved)):
-        with pytest.raises(ValueError, match="either a model or an update"):
+        with pytest.raises(ValueError, match="both a model and an update, or neither"):
             contribution_of(result, received, whole=False)
 
 

@@ -310,7 +310,7 @@ def test_a_node_that_comes_back_as_another_partition_takes_no_part(monkeypatch, 
     answered = [m["answered"] for m in result.train_metrics_clientapp.values()]
     assert answered == [CLIENTS * clients_per_node, (CLIENTS - 1) * clients_per_node]
     assert len(strategy.refusals) == 2 * clients_per_node  # in training and in evaluation
-    assert all("this node held partition" in refusal for refusal in strategy.refusals)
+    assert all("that this node held when the run asked" in refusal for refusal in strategy.refusals)
 
 
 def broken(value):

@@ -119,7 +119,7 @@ class ClientWork:
         examples of the client. ``solve`` trains the client's job in place of SGD; the ``yield``
         returns the result of ``solve``. If a training fails, the method usually gets ``params`` in
         place of the result. Set ``returns_params=False`` if ``params`` cannot replace the result;
-        the method then fails.
+        if a training then fails, so does the method.
         """
         job = Job(
             params=params,
@@ -167,13 +167,13 @@ class LocalResult:
         encrypts the sum together with its noise.
     memory : Params or Callable, optional
         The client's new memory, which never leaves the client. If the server computes a counterpart
-        of the memory from the update that it receives, give a function: the client calls it with
-        that update and stores the memory that it returns.
+        of the memory from the update that it receives, give a function: the client calls the
+        function with that update, and stores the memory that the function returns.
     metrics : Mapping[str, float]
         Numbers that leave the client without noise. They must reveal nothing about the data beyond
-        its size. Under a plan that hides sizes (``tells_sizes=False``), such as a `ReleasePlan` or
-        a `GroupPlan`, clients do not send these numbers. A method that needs the numbers sets
-        ``needs_metrics``.
+        its size. Under a plan that hides how many examples a client has (``tells_sizes=False``),
+        such as a `ReleasePlan` or a `GroupPlan`, clients do not send ``metrics``. A method that
+        needs ``metrics`` sets ``needs_metrics``.
 
     Raises
     ------
@@ -232,7 +232,7 @@ class ClientMethod:
     """The client side of a method: two functions, each of which takes one client's `ClientWork`.
 
     Each function may yield `ClientWork.train` any number of times. It must depend on its argument
-    only, because the functions of other clients run side by side with it.
+    only, because it runs side by side with the functions of other clients.
 
     Parameters
     ----------
@@ -249,8 +249,9 @@ class ClientMethod:
         Answers, without noise, a question that the server asks in a message ``query.<name>``.
     upload_phase : str, optional
         Name of the phase of training whose result is the whole update. No other phase may change
-        the uploaded model, and no term in the loss of this phase may depend on a record. Noise in
-        the steps of this phase then protects the update. None if there is no such phase.
+        the uploaded model. The ``terms`` that the method adds to the loss of this phase must not
+        depend on a record. Noise in the steps of this phase then protects the update. None if there
+        is no such phase.
     takes_weighted_sums : bool
         True if ``local_update`` calls `ClientWork.hidden_sum`. Clients of other methods refuse
         to set up a weighted sum, because the set-up counts the records of each user.
@@ -281,7 +282,7 @@ def personal_model(work: ClientWork) -> Params:
 
 
 def personal_part(work: ClientWork) -> Params:
-    """Return the client's own parameters, which the server does not share.
+    """Return the client's personal parameters, which the server does not send.
 
     They come from the client's memory. A client without memory returns their initial values.
 
@@ -308,6 +309,7 @@ def personal_part(work: ClientWork) -> Params:
     if set(work.memory) != names:
         raise InvalidValue.tellable(
             f"the server's model lacks {sorted(names)}: expected it to lack the personal "
-            f"parameters of earlier rounds, {sorted(work.memory)}"
+            f"parameters of earlier rounds, {sorted(work.memory)}; do not change the method's "
+            "personal= during a run"
         )
     return work.memory

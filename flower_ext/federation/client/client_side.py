@@ -1,9 +1,9 @@
 """Train and evaluate the clients of a process, many at a time, and answer the server's questions.
 
-If many clients live in one process, their functions run `side_by_side`: whenever all of them wait
-for a local training, these trainings form one batch (`training.train_each`). If the plan bounds
-uploads, no bit that one client sends depends on the other clients: not on their data, their errors
-or their presence.
+If many clients live in one process, the method's functions for these clients run `side_by_side`:
+whenever all of them wait for a local training, these trainings form one batch
+(`training.train_each`). If the plan bounds uploads, no bit that one client sends depends on the
+other clients: not on their data, their errors or their presence.
 
 The names of the records in a question's message determine the kind of question: a question of the
 method, a step of a masked or a weighted sum, or a question about the frozen part of the model. A
@@ -209,7 +209,7 @@ class ClientSide:
 
 
 def _data(task: Task, message: Message, partition: int) -> ClientData:
-    """Return a client's data without the users who, as the message says, have withdrawn."""
+    """Return a client's data without the users whom the message lists as withdrawn."""
     data = data_of(task, partition, hide_errors=True)
     named = message.content.config_records.get(records.WITHDRAWN)
     if named is None or data is NO_DATA or not isinstance(data, SiloData):

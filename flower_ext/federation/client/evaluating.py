@@ -28,7 +28,7 @@ from flower_ext.training.side_by_side import Steps, check_whole, completed, side
 log = getLogger("flwr")
 
 OF_QUERY = "query-noise"
-"""Purpose of the noise that protects a vector."""
+"""Purpose of the noise that protects the vector of a query."""
 
 
 def used_model(work: ClientWork) -> Steps[Params]:
@@ -112,8 +112,8 @@ def masked_vector(query: VectorQuery, assignment: Assignment) -> RecordDict:
         policy.check(protection)
         if protection.cell is None or records.SECURE_SUM not in request.sums:
             raise InvalidValue.tellable(
-                "a query in the server's message: expected a message with a secure sum and the "
-                "protection ClipToCells"
+                "the server's message has a query without a secure sum, or without the protection "
+                "ClipToCells: expected both, as the server's FederatedStrategy sends them"
             )
         entries = {**request.entries, "number": request.entries["query"]}
         noise = policy.noise(entries, f"{OF_QUERY} {query.name}")
@@ -134,7 +134,10 @@ def _vector(query: VectorQuery, view: WorkView) -> NDArray[np.float64]:
         with isolated():
             vector = np.asarray(query.vector(view), dtype=np.float64)
         if vector.shape != (size := (query.size,)) or not np.isfinite(vector).all():
-            raise InvalidValue(f"expected finite numbers of shape {size}, found {vector.shape}")
+            raise InvalidValue(
+                f"the query's vector has shape {vector.shape}, or holds NaN or infinite values: "
+                f"expected finite numbers of shape {size}"
+            )
         return vector
     except Exception as error:  # unusual tensors may raise wherever they are read
         if is_tellable(error):

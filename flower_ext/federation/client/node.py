@@ -1,8 +1,8 @@
 """A client's node: what its owner permits, and the task on the owner's device.
 
 The owner sets limits, because the server chooses the plan and a client cannot check the plan. For
-example, a client does not know how many other clients there are. A client never takes a path from
-the server.
+example, a client does not know how many other clients there are. A client never takes a file path
+from the server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import Task
 
 OF_UPLOADS = "client-noise"
-"""Purpose of noise that protects an upload: noise on the upload itself, or in its training."""
+"""Purpose of noise that protects an upload: noise on the upload itself, or in the training."""
 
 _ROUNDING = 1e-9
 
@@ -153,7 +153,7 @@ def _forbidden(reason: str) -> PermissionError:
 
 
 def _built(task: Callable[[Context], Task], context: Context) -> Task:
-    """Build the task from a context without the partition: all clients of a process share it."""
+    """Build the task without the partition, because all clients of a process share one task."""
     node_settings = {
         name: value for name, value in context.node_config.items() if name != PARTITION
     }

@@ -106,8 +106,9 @@ def _hidden_sum(
 def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientData:
     """Return a client's checked data, or `NO_DATA` if the server must not learn of an error in it.
 
-    The check refuses another number of examples than the plan assumes, and a training that would
-    change later trainings of the process (see `why_state_is_shared`).
+    The check refuses data with a different number of examples than the plan assumes. It also
+    refuses a task whose training would change later trainings in the same process (see
+    `why_state_is_shared`).
     """
     hide_errors = request.hides_missing_data
     data = data_of(task, partition, hide_errors=hide_errors)
@@ -208,9 +209,9 @@ def objective_terms(
     if num_examples < protection.least_examples:
         raise PreconditionFailed.tellable(
             "this client trains on too few examples: objective perturbation needs at least "
-            f"{protection.least_examples:.0f}, which is 2u₂/μ (Theorem 6.3), where u₂ bounds the "
-            "curvature of the loss, and μ is the proximal_weight: give this client more examples, "
-            "or take a larger proximal_weight"
+            f"{protection.least_examples:.0f}, which is 2u₂/μ (Upcycled-FL, Theorem 6.3), where u₂ "
+            "bounds the curvature of the loss, and μ is the proximal_weight: give this client more "
+            "examples, or take a larger proximal_weight"
         )
     arrays = {name: p.detach().cpu().numpy() for name, p in params.items()}
     direction = protection.direction(arrays, noise)

@@ -43,13 +43,13 @@ class ClientRequest:
     entries: Mapping[str, Any] = field(default_factory=lambda: {"number": 1, "seed": 0})
     """Entries of the round's record, including the entries of the protection."""
     sums: Mapping[str, records.Arrays] = field(default_factory=dict)
-    """The server's messages for the sum of the round, by the record's name."""
+    """The server's messages for the sum of the round, by the names of their records."""
     query: Mapping[str, Any] = field(default_factory=dict)
     """Name and fields of a query that is answered by a noised sum; empty without one."""
 
     @property
     def is_summed(self) -> bool:
-        """True if masks hide the client's whole answer, and no number leaves it in the clear."""
+        """True if masks hide the client's whole answer, and the client sends no number unmasked."""
         if any(self.entries.get(name) for name in _IN_THE_CLEAR):
             return False
         is_masked = records.SECURE_SUM in self.sums and self.protection.cell is not None
@@ -81,7 +81,7 @@ class ClientRequest:
 def read_each(
     task: Task, messages: Sequence[Message], contexts: Sequence[Context]
 ) -> list[ClientRequest | Exception]:
-    """Return each client's request, or its error; read a record of several messages only once.
+    """Return each client's request, or its error; read only once what several messages share.
 
     A client has an error if the message is for another partition, an entry of the round is
     malformed (see `check_entries`), or the model does not fit ``task`` or is not finite.
@@ -103,7 +103,7 @@ def read_each(
 
 
 def _request(task: Task, message: Message, params: dict[int, Params]) -> ClientRequest:
-    """Return the request in a message; keep the arrays of each record in ``params``, by its id."""
+    """Return a message's request; keep each record's arrays in ``params``, by the record's id."""
     content = message.content
     arrays_of = records.of_kind(content, ArrayRecord)
     sums = {n: records.to_arrays(arrays_of.pop(n)) for n in _OF_SUMS if n in arrays_of}

@@ -1,9 +1,9 @@
-"""Make a client's upload: run its method, protect the result, seal it, and store its memory.
+"""Make a client's upload: run the method, protect and mask its result, and store its memory.
 
 There are two kinds of protection. For client- and user-level privacy, the client bounds its
-*update* and adds noise to it. For record-level privacy, the client protects the records from which
-it trained its whole *model*, by noise on the model, in each local step, or in the objective. The
-mechanisms are in `privacy.mechanisms.protections`.
+*update* and adds noise to it. For record-level privacy, the client protects its whole trained
+*model*: it adds noise to the model, to each local step, or to the objective. The mechanisms are in
+`privacy.mechanisms.protections`.
 
 Code that reads a client's data may fail because of the data: a training, the loss, the method,
 `Task.data`. An error may therefore reveal a record. If noise protects the whole upload, a client
@@ -141,7 +141,9 @@ def contribution_of(result: LocalResult, received: Params, *, whole: bool) -> Co
     The update of a trained model is the model minus ``received``.
     """
     if (result.model is None) == (result.update is None):
-        raise InvalidValue.tellable("LocalResult: expected either a model or an update")
+        raise InvalidValue.tellable(
+            "LocalResult has both a model and an update, or neither: expected exactly one of them"
+        )
     if result.model is not None:
         return result.model if whole else difference(result.model, received)
     if whole or result.update is None:

@@ -3,8 +3,8 @@
 To draw the users of a round, each silo computes HMAC-SHA-256 of the run and the round, under a
 secret that the silos share (`Task.draw_key`). The result is the key of a random generator. Draws
 are independent only if no round comes twice: in a repeated round, the server could ask for the same
-users under another model. Each silo therefore stores the number of the newest round that it drew,
-and refuses to draw without a ``state-folder``.
+users under another model. Each silo therefore stores the number of the newest round for which it
+drew users, and refuses to draw without a ``state-folder``.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class InProcessGrid(ClientGrid):
         Bytes that local trainings may take at a time (see `training.train_each`). Replies that the
         caller has not yet taken may use a quarter of it.
     workers : int
-        Number of processes that share the clients; see `workers`.
+        Number of processes that share the clients (see `engines.workers`).
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class InProcessGrid(ClientGrid):
         return chain(first, chain.from_iterable(replies), self._judge_errors(messages, errors))
 
     def _judge_errors(self, messages: Sequence[Message], before: int) -> Iterator[Message]:
-        """Yield nothing; log an error if clients hid at least as many errors as there are messages.
+        """Log an error if clients hid at least as many errors as there are messages; yield nothing.
 
         ``before`` is the number of errors that clients hid before these messages. The server of a
         deployment must not learn this number. In this process, one person runs server and clients.

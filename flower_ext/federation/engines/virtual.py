@@ -101,11 +101,11 @@ class VirtualGrid(ClientGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Refuse to send messages without waiting for replies; call `send_and_receive`."""
-        raise NotImplementedError("VirtualGrid: call send_and_receive")
+        raise NotImplementedError("VirtualGrid has no push_messages: call send_and_receive")
 
     def pull_messages(self, *arguments: Any, **options: Any) -> Iterable[Message]:
         """Refuse to fetch replies separately; call `send_and_receive`, which waits for them."""
-        raise NotImplementedError("VirtualGrid: call send_and_receive")
+        raise NotImplementedError("VirtualGrid has no pull_messages: call send_and_receive")
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None

@@ -207,7 +207,7 @@ class Workers:
 
 @dataclass
 class _Worker:
-    """A worker process, as the server's process uses it.
+    """The server's record of one worker process, and the connection to it.
 
     ``unanswered`` are the messages that the worker has still to answer.
     """

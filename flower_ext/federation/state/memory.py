@@ -31,7 +31,8 @@ from flower_ext.training import Params
 
 _GROUP = "memory"
 _EARLIER = 2
-"""Number of older versions in a folder. If a checkpoint is damaged, a repeated round needs them."""
+"""Number of older versions of a memory that a folder keeps. If a checkpoint is damaged, a repeated
+round needs these versions."""
 
 _PERMANENT = "permanent"
 """Ending of the names of permanent records, which are never removed."""

@@ -35,9 +35,10 @@ _LATEST, _EARLIER, _BUFFER = "latest", "earlier.", "buffer."
 
 
 class NoiseStream:
-    """The noise of a run's rounds. The state is in ``folder``, or only in memory if that is None.
+    """The noise of a run's rounds; the state is in ``folder``, or in memory if ``folder`` is None.
 
-    ``matrix`` is for a new run. A resumed run takes the matrix in the stored state instead.
+    ``matrix`` is the strategy matrix of a new run. A resumed run takes the matrix in the stored
+    state instead.
     """
 
     def __init__(self, matrix: StrategyMatrix, folder: StateFolder | None) -> None:
@@ -71,8 +72,9 @@ class NoiseStream:
     ) -> NoiseSource:
         """Write the state of training round ``number`` to disk, then return the round's noise.
 
-        ``source`` returns the source of a round's fresh noise; ``repeats`` means that it gives the
-        same numbers again. After an error, the server must not ask any client.
+        ``source`` returns the source of a round's fresh noise. ``repeats`` means that the source of
+        a repeated round gives the same numbers again. After an error, the server must not ask any
+        client.
         """
         if repeats and self._number >= number:
             self._number, self._past = 0, None  # all numbers are drawn again
@@ -90,7 +92,7 @@ class NoiseStream:
         return PreparedNoise(self._past.latest, is_secure=source(number).is_secure)
 
     def _advance(self, like: Arrays, source: Callable[[int], NoiseSource]) -> None:
-        """Draw the noise of the next round, and store it with what later rounds need of it."""
+        """Draw the next round's noise, and store it and all noise that later rounds still need."""
         number, past = self._number + 1, self._drawn(like, source)
         if self._folder is not None:  # if writing fails, the stream has not moved
             groups = {

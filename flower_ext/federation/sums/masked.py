@@ -9,11 +9,12 @@ stage         message of the server                     answer of a client
 ============  ========================================  ===========================================
 ``begin``     an invitation                             public keys
 ``keys``      the neighbours' keys                      secret shares, encrypted for each neighbour
-``delivery``  encrypted shares, with the round's query  its masked contribution (`seal`)
+``delivery``  encrypted shares, in the round's request  its masked contribution (`seal`)
 ``question``  the list of lost members                  secret shares that unmask the sum
 ============  ========================================  ===========================================
 
-A client that fails or is silent in one of these stages drops out of the round.
+A client's neighbours are the members with which it has masks in common. A client that fails or is
+silent in one of these stages drops out of the round.
 
 A client stores its secrets in its `ClientVault` before a reply leaves. If another process has
 stored secrets since this process read them, the vault raises an error, and no reply leaves. A
@@ -307,11 +308,11 @@ def seal(
 ) -> Arrays:
     """Return a protected update as it leaves the client: masked, if the server asks for masks.
 
-    If the protection has a ``cell``, the update counts steps of the plan's grid in int64. The
-    client then sends these integers modulo a power of two, in the order of their names. ``sums``
-    has the arrays of the server's training message that concern sums, by their records' names. This
-    function does not encrypt the client's part of a weighted sum: `HiddenSum` does so when it adds
-    the noise.
+    If the protection has a ``cell``, the update holds int64 integers, in steps of the plan's grid.
+    The client then sends these integers modulo a power of two, in the order of the arrays' names.
+    ``sums`` has the arrays of the server's training message that concern sums, by their records'
+    names. This function does not encrypt the client's part of a weighted sum: `HiddenSum` does so
+    when it adds the noise.
     """
     arrays = records.arrays_of(update)
     if protection.cell is None:

@@ -47,7 +47,7 @@ class Opening:
     noise : NoiseSource
         Source of the server's noise.
     model : Mapping[str, ndarray]
-        The shared model; the mechanism's `upload_like` makes a contribution's shapes from it.
+        The shared model, from which `RoundMechanism.upload_like` makes a contribution's shapes.
     protection : Protection, optional
         The protection that the server asks clients for.
     check : Callable[[Update], None]
@@ -179,7 +179,7 @@ class Summation(ABC):
         """
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
-        """Return what the provable guarantee against ``view`` assumes about this kind of sum."""
+        """Return what the provable guarantee for an adversary's ``view`` assumes about the sums."""
         return ()
 
     def state(self) -> Mapping[str, Arrays]:

@@ -7,13 +7,14 @@ silo's end. A `WeightingProtocol` of `flower_ext.secure.weighting` computes the 
 messages as bytes. It is Protocol 1 of Kato et al., "Uldp-FL" (PVLDB 2024), over Paillier, or the
 protocol of a plug-in.
 
-=========  =======================================  ===============================================
-stage      message of the server                    answer of a silo
-=========  =======================================  ===============================================
-set-up     a query for each `ProtocolStep`          the answer to that step
-(draw)     an offer, to silo 0                      the silos' choices, which the server cannot read
-training   encrypted weights, with the query        its masked sum, or a notice of lost keys
-=========  =======================================  ===============================================
+=========  =========================================  ============================================
+stage      message of the server                      answer of a silo
+=========  =========================================  ============================================
+set-up     a question for each `ProtocolStep`         the answer to that step
+(draw)     an offer, to silo 0                        the silos' choices, unreadable to the server
+training   the request to train, with encrypted       its masked sum, or a notice of lost keys
+           weights
+=========  =========================================  ============================================
 
 The stage (draw) exists only in protocols that draw the users of a round themselves. In all other
 protocols, the silos number the users in an order that the server does not know, and the server
@@ -67,7 +68,7 @@ _SPOILED_AT_FIRST = 3
 """A run ends if this many sums at its start are all spoiled. A sum is spoiled if it is too large to
 be a sum of honest silos."""
 _STATE, _COSTS = "sum.costs", ("sensitivity", "approximation_error")
-"""Name of the group of numbers in `state`, and names of its numbers: fields of the mechanism."""
+"""Name of the only group in `state`; names of its numbers, which are fields of the mechanism."""
 
 
 def weighted_sum(
@@ -104,7 +105,10 @@ class WeightedSum(Summation):
 
     def __init__(self, protocol: WeightingProtocol, mechanism: RoundMechanism) -> None:
         if not isinstance(mechanism, NoisedSum):
-            raise InvalidValue(f"plan={type(mechanism).__name__}: expected a ReleasePlan of users")
+            raise InvalidValue(
+                f"sum=weighted_sum(…) with a plan that makes a {type(mechanism).__name__}: "
+                "expected a ReleasePlan for UldpAvg or UldpSgd"
+            )
         if mechanism.secure_sum is not None:
             raise InvalidValue(
                 "noise_placement=SecureSum(…) of the plan: expected 'client', because a weighted "

@@ -76,7 +76,8 @@ def answer(
 def _begin(content: bytes, partition: int, vault: ClientVault, may_simulate: bool) -> SiloParty:
     """Return a silo with fresh keys, for the protocol and the settings in the server's message.
 
-    Refuse a run for which this silo has keys, and insecure settings outside simulation.
+    Refuse to begin if this silo already has keys of the run. Outside simulation, also refuse
+    insecure settings.
     """
     before = stored_silo(vault)
     with knowing_no_data():
@@ -210,9 +211,9 @@ class HiddenSum:
     def noised(self, noise: NoiseSource, stddev: float, grid: float | None) -> NamedArrays:
         """Return the upload: the encrypted sum of the updates and this silo's share of the noise.
 
-        The protocol gets the noise unrounded, and rounds it to multiples of its step. Noise that
-        was already rounded to the coarser ``grid`` would not hide multiples of the step between the
-        grid's points.
+        The protocol gets the noise unrounded, and rounds it to multiples of its own step, which is
+        finer than ``grid``. Noise that was already rounded to ``grid`` would not hide the sum's
+        values between the grid's points.
 
         Raises
         ------
