@@ -134,15 +134,15 @@ def normalise_image(
     outputs: np.ndarray,
     normed: np.ndarray,
     scales: np.ndarray,
-    room: np.ndarray,
+    scratch: np.ndarray,
 ) -> None:
     """Normalise an image (places, channels) by groups of channels, as `normalise` does for rows.
 
-    ``scales`` receives one number per channel. ``room`` has space for two numbers per channel.
+    ``scales`` receives one number per channel. ``scratch`` has space for two numbers per channel.
     """
     wide = np.uint64(layer[CHANNELS])
     places, epsilon = np.uint64(len(image)) // wide, ONE / np.float32(layer[SETTING])
-    means, squares = room[:wide], room[wide:][:wide]
+    means, squares = scratch[:wide], scratch[wide:][:wide]
     fill(means, ZERO)
     for place in range(places):
         values = image[place * wide :][:wide]
@@ -191,15 +191,15 @@ def through_image_norm(
     down: np.ndarray,
     normed: np.ndarray,
     scales: np.ndarray,
-    room: np.ndarray,
+    scratch: np.ndarray,
 ) -> None:
     """Backpropagate ``slopes`` through `normalise_image`; write the image's slopes to ``down``.
 
-    ``room`` has space for three numbers per channel.
+    ``scratch`` has space for three numbers per channel.
     """
     wide = np.uint64(layer[CHANNELS])
     places = np.uint64(len(slopes)) // wide
-    levels, along, weight = room[:wide], room[wide:][:wide], room[2 * wide :][:wide]
+    levels, along, weight = scratch[:wide], scratch[wide:][:wide], scratch[2 * wide :][:wide]
     _sum_over_places(slopes, normed, levels, along)
     fill(weight, ONE)
     if layer[WEIGHT] >= 0:
@@ -223,11 +223,11 @@ def send_image_norm(
     normed: np.ndarray,
     into: np.ndarray,
     factor: np.float32,
-    room: np.ndarray,
+    scratch: np.ndarray,
 ) -> None:
     """Add ``factor`` times the gradient of `normalise_image`'s weight and bias to ``into``."""
     wide = np.uint64(layer[CHANNELS])
-    levels, along = room[:wide], room[wide:][:wide]
+    levels, along = scratch[:wide], scratch[wide:][:wide]
     _sum_over_places(slopes, normed, levels, along)
     if layer[TRAINS_WEIGHT]:
         weight = into[layer[WEIGHT] :][:wide]

@@ -74,16 +74,16 @@ def _repeat(row: np.ndarray, into: np.ndarray) -> None:
 
 
 @loops
-def _padded(layer: np.ndarray, image: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Return an image with its border of zeros, built in ``room``; without a border, the image."""
+def _padded(layer: np.ndarray, image: np.ndarray, scratch: np.ndarray) -> np.ndarray:
+    """Return an image with its border of zeros, in ``scratch``; without a border, the image."""
     down, right = layer[PAD_DOWN], layer[PAD_RIGHT]
     if down == 0 and right == 0:
         return image
     run, across = layer[WIDTH] * layer[CHANNELS], _across(layer)
-    fill(room[: (layer[HEIGHT] + 2 * down) * across], ZERO)
+    fill(scratch[: (layer[HEIGHT] + 2 * down) * across], ZERO)
     for row in range(layer[HEIGHT]):
-        copy(image[row * run :][:run], room[(row + down) * across + right * layer[CHANNELS] :])
-    return room
+        copy(image[row * run :][:run], scratch[(row + down) * across + right * layer[CHANNELS] :])
+    return scratch
 
 
 @loops
@@ -100,7 +100,11 @@ def padded_size(layer: np.ndarray) -> int:
 
 @loops
 def convolve(
-    weights: np.ndarray, layer: np.ndarray, image: np.ndarray, outputs: np.ndarray, room: np.ndarray
+    weights: np.ndarray,
+    layer: np.ndarray,
+    image: np.ndarray,
+    outputs: np.ndarray,
+    scratch: np.ndarray,
 ) -> None:
     """Write the convolution of an image, plus the bias, to ``outputs``."""
     filters, channels = layer[FILTERS], layer[CHANNELS]
@@ -108,7 +112,7 @@ def convolve(
         _repeat(weights[layer[BIAS] :][:filters], outputs[: layer[OUTPUTS]])
     else:
         fill(outputs[: layer[OUTPUTS]], ZERO)
-    source, across = _padded(layer, image, room), _across(layer)
+    source, across = _padded(layer, image, scratch), _across(layer)
     run = layer[KERNEL_WIDTH] * channels
     steps = (filters, layer[RIGHT] * channels, 1, across, filters, run * filters)
     for row in range(layer[OUT_HEIGHT]):
@@ -124,7 +128,7 @@ def convolve(
 
 @loops
 def through_convolution(
-    turned: np.ndarray, layer: np.ndarray, slopes: np.ndarray, down: np.ndarray, room: np.ndarray
+    turned: np.ndarray, layer: np.ndarray, slopes: np.ndarray, down: np.ndarray, scratch: np.ndarray
 ) -> None:
     """Backpropagate ``slopes`` through `convolve`; write the image's slopes to ``down``.
 
@@ -133,7 +137,7 @@ def through_convolution(
     filters, channels, across = layer[FILTERS], layer[CHANNELS], _across(layer)
     run, high = layer[KERNEL_WIDTH] * channels, layer[KERNEL_HEIGHT]
     pads = layer[PAD_DOWN] > 0 or layer[PAD_RIGHT] > 0
-    into = room if pads else down
+    into = scratch if pads else down
     fill(into[: padded_size(layer)], ZERO)
     steps = (layer[RIGHT] * channels, filters, 1, STAY, high * run, STAY)
     for row in range(layer[OUT_HEIGHT]):
@@ -159,13 +163,13 @@ def send_convolution(
     slopes: np.ndarray,
     into: np.ndarray,
     factor: np.float32,
-    room: np.ndarray,
+    scratch: np.ndarray,
 ) -> None:
     """Add ``factor`` times the gradient of a convolution's weight and bias to ``into``."""
     filters, channels, across = layer[FILTERS], layer[CHANNELS], _across(layer)
     wide, high = layer[OUT_WIDTH], layer[OUT_HEIGHT]
     if layer[TRAINS_WEIGHT]:
-        source, run = _padded(layer, image, room), layer[KERNEL_WIDTH] * channels
+        source, run = _padded(layer, image, scratch), layer[KERNEL_WIDTH] * channels
         leap = layer[DOWN] * across
         steps = (filters, NEXT, layer[RIGHT] * channels, leap, filters, wide * filters)
         for kernel in range(layer[KERNEL_HEIGHT]):
@@ -178,10 +182,10 @@ def send_convolution(
                 factor,
             )
     if layer[TRAINS_BIAS]:
-        fill(room[:1], ONE)
+        fill(scratch[:1], ONE)
         shape = (NEXT, filters, high * wide, NEXT)
         steps = (STAY, STAY, STAY, STAY, filters, STAY)
-        add_product(into[layer[BIAS] :], room, slopes, shape, steps, factor)
+        add_product(into[layer[BIAS] :], scratch, slopes, shape, steps, factor)
 
 
 @loops

@@ -103,7 +103,7 @@ class CompiledNetwork:
         A group is as large as the memory for results permits. Jobs that `takes` refuses, or that
         need too much memory while they train, are in no group.
         """
-        most, room = min(_TOGETHER * self._threads(), memory_limit // 16), 0
+        most, remaining = min(_TOGETHER * self._threads(), memory_limit // 16), 0
         groups: list[list[int]] = []
         for index, fits in enumerate(self.takes(jobs)):
             drawn = self._draws(jobs[index]) if fits else 0
@@ -111,11 +111,11 @@ class CompiledNetwork:
             if not fits or large:
                 continue
             needed = self.size + 2 * drawn
-            if not groups or needed > room:
+            if not groups or needed > remaining:
                 groups.append([])
-                room = most
+                remaining = most
             groups[-1].append(index)
-            room -= needed
+            remaining -= needed
         return groups
 
     def train(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
@@ -149,12 +149,12 @@ class CompiledNetwork:
             counts.append((count, size, steps, offset is not _NONE))
             rates.append((training.learning_rate, training.momentum, training.sam_radius, pull))
         columns = [np.array(part) for part in (numbers, integers, drawn, counts, rates)]
-        table, room_sizes = self._table(names), self._sizes(max(map(_batch, jobs)))
+        table, memory_sizes = self._table(names), self._sizes(max(map(_batch, jobs)))
 
         def train_part(first: int, last: int) -> None:
-            room = [torch.empty(size).numpy() for size in room_sizes]
+            memory = [torch.empty(size).numpy() for size in memory_sizes]
             given = [column[first:last] for column in columns]
-            _library().train(*given, last - first, table, len(self.layers), self.size, *room)
+            _library().train(*given, last - first, table, len(self.layers), self.size, *memory)
 
         parts = min(self._threads(), len(jobs))
         ends = [len(jobs) * part // parts for part in range(parts + 1)]
@@ -218,14 +218,14 @@ class CompiledNetwork:
     def _sizes(self, rows: int) -> list[int]:
         """Return the sizes of the five arrays in which one thread works.
 
-        They hold outputs, slopes of outputs, values of a pass over one example, values of
-        normalisations, and 3 arrays as large as the network.
+        These are the last arguments of `sgd.train`: outputs, slopes, scratch, norms, and
+        model_scratch.
         """
         widths = [layer.outputs for layer in self.layers]
         numbers = rows * (self.layers[0].inputs + sum(widths))
         norms = 2 * numbers if any(layer.kind in (NORM, IMAGE_NORM) for layer in self.layers) else 0
-        beside = max(layer.scratch for layer in self.layers)
-        return [numbers, numbers, beside, norms, 3 * self.size]
+        scratch = max(layer.scratch for layer in self.layers)
+        return [numbers, numbers, scratch, norms, 3 * self.size]
 
     def _working(self, job: Job) -> int:
         """Return the bytes of all threads' working arrays; 0 for networks without images."""

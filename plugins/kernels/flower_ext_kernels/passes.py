@@ -64,8 +64,8 @@ from flower_ext_kernels.products import (
 
 carray: Any = numba.carray  # type: ignore[attr-defined]
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, Any]
-"""Outputs of all layers for a mini-batch, their slopes, values that normalisations store for the
-backward pass, and the address of working memory."""
+"""Outputs of all layers for a mini-batch, their slopes, what normalisations store for the backward
+pass (``norms``), and the address of a layer's working memory (``scratch``)."""
 
 
 @loops
@@ -90,7 +90,7 @@ def forward(
     ahead: tuple[np.ndarray, np.ndarray],
 ) -> None:
     """Run the forward pass; write the gradient of the mean cross-entropy for the last outputs."""
-    outputs, slopes, normed, room = arrays
+    outputs, slopes, norms, scratch = arrays
     count = len(rows)
     above = used_draws = 0
     for layer in layers:
@@ -100,8 +100,8 @@ def forward(
             fetched = ahead if below == 0 else nothing(inputs)
             multiply(weights, layer, outputs, below, above, count, fetched)
         elif layer[KIND] == NORM:
-            scales = normed[len(outputs) + above :]
-            normalise(weights, layer, inputs, outputs[above:], normed[above:], scales)
+            scales = norms[len(outputs) + above :]
+            normalise(weights, layer, inputs, outputs[above:], norms[above:], scales)
         elif layer[KIND] == DROP:
             drop(layer, drawn[used_draws:], inputs, outputs[above:])
             used_draws += numbers_drawn(layer, count)
@@ -113,12 +113,12 @@ def forward(
                     layer,
                     inputs[start:][:size],
                     outputs[above + start :],
-                    normed[above + start :],
-                    normed[len(outputs) + above + start :],
-                    carray(room, 2 * layer[CHANNELS]),
+                    norms[above + start :],
+                    norms[len(outputs) + above + start :],
+                    carray(scratch, 2 * layer[CHANNELS]),
                 )
         else:
-            _forward_images(weights, layer, count, inputs, outputs[above:], room)
+            _forward_images(weights, layer, count, inputs, outputs[above:], scratch)
         activate(outputs[above:][: count * layer[OUTPUTS]], layer[ACTIVATION])
     classes = layers[-1, OUTPUTS]
     _slopes_of_loss(outputs[above:][: count * classes], slopes[above:], targets, rows)
@@ -156,10 +156,10 @@ def _forward_images(
     count: int,
     inputs: np.ndarray,
     outputs: np.ndarray,
-    room: Any,
+    scratch: Any,
 ) -> None:
     if layer[KIND] == CONVOLUTION:
-        border = carray(room, padded_size(layer))
+        border = carray(scratch, padded_size(layer))
         for row in range(count):
             image = inputs[row * layer[INPUTS] :][: layer[INPUTS]]
             convolve(weights, layer, image, outputs[row * layer[OUTPUTS] :], border)
@@ -185,7 +185,7 @@ def backward(
     ahead: tuple[np.ndarray, np.ndarray],
 ) -> None:
     """Run the backward pass: add ``factor`` · gradient to ``into``, which may be ``weights``."""
-    outputs, slopes, normed, room = arrays
+    outputs, slopes, norms, scratch = arrays
     lowest, used_draws = 0, len(drawn)
     while not (layers[lowest, TRAINS_WEIGHT] or layers[lowest, TRAINS_BIAS]):
         lowest += 1
@@ -199,22 +199,22 @@ def backward(
             used_draws -= numbers_drawn(layer, count)
             drop(layer, drawn[used_draws:], upper, down)
         elif layer[KIND] == NORM:
-            unscaled, scales = normed[above:], normed[len(outputs) + above :]
+            unscaled, scales = norms[above:], norms[len(outputs) + above :]
             if number > lowest:
                 through_norm(weights, layer, upper, down, unscaled, scales)
             send_norm(layer, upper, unscaled, into, factor)
         elif layer[KIND] == IMAGE_NORM:
-            spare = carray(room, 3 * layer[CHANNELS])
+            channel_scratch = carray(scratch, 3 * layer[CHANNELS])
             for row in range(count if number > lowest else 0):
                 place = above + row * high
-                unscaled, scales = normed[place:], normed[len(outputs) + place :]
+                unscaled, scales = norms[place:], norms[len(outputs) + place :]
                 slope = upper[row * high :][:high]
                 through_image_norm(
-                    weights, layer, slope, down[row * wide :], unscaled, scales, spare
+                    weights, layer, slope, down[row * wide :], unscaled, scales, channel_scratch
                 )
             for row in range(count):
-                slope, unscaled = upper[row * high :][:high], normed[above + row * high :]
-                send_image_norm(layer, slope, unscaled, into, factor, spare)
+                slope, unscaled = upper[row * high :][:high], norms[above + row * high :]
+                send_image_norm(layer, slope, unscaled, into, factor, channel_scratch)
         elif layer[KIND] == DENSE:
             if number > lowest:  # before `send_dense` changes the weights
                 through_dense(weights, layer, count, upper, down)
@@ -222,8 +222,8 @@ def backward(
             send_dense(layer, count, outputs[below:], upper, into, factor, fetched)
         elif layer[KIND] == CONVOLUTION:
             if number > lowest:
-                _through_convolutions(weights, layer, count, upper, down, room)
-            border = carray(room, padded_size(layer))
+                _through_convolutions(weights, layer, count, upper, down, scratch)
+            border = carray(scratch, padded_size(layer))
             for row in range(count):
                 image, slope = (
                     outputs[below + row * wide :][:wide],
@@ -249,11 +249,11 @@ def _through_convolutions(
     count: int,
     slopes: np.ndarray,
     down: np.ndarray,
-    room: Any,
+    scratch: Any,
 ) -> None:
     wide, high, filters, size = layer[INPUTS], layer[OUTPUTS], layer[FILTERS], weight_size(layer)
-    turned = carray(room, size)
-    border = carray(room, size + padded_size(layer))[size:]
+    turned = carray(scratch, size)
+    border = carray(scratch, size + padded_size(layer))[size:]
     turn(weights[layer[WEIGHT] :][:size], size // filters, turned)
     for row in range(count):
         slope = slopes[row * high :][:high]

@@ -73,9 +73,9 @@ def train(
     size: int,
     outputs: Any,
     slopes: Any,
-    beside: Any,
+    scratch: Any,
     norms: Any,
-    spare: Any,
+    model_scratch: Any,
 ) -> None:
     """Train networks one after the other, as `local.train` does with the cross-entropy loss.
 
@@ -92,16 +92,15 @@ def train(
         Number of layers, and of numbers in a network.
     outputs, slopes : float32 (rows of a mini-batch · widths of inputs and layers,)
         Features and outputs of all layers, and derivatives of the loss with respect to them.
-    beside : float32 (largest `Layer.scratch`,)
-        Working memory of a layer for one example.
+    scratch : float32 (largest `Layer.scratch`,)
+        Working memory of one layer for one example.
     norms : float32 (2 · rows of a mini-batch · widths of inputs and layers,)
         Outputs of normalisations before weight and bias, and the scales of their groups.
-    spare : float32 (3 · size,)
-        The velocity, and SAM's gradient and point.
+    model_scratch : float32 (3 · size,)
+        Working memory as large as three networks: the velocity, and SAM's gradient and point.
     """
     layers = carray(table, (depth, COLUMNS))
     count_of, rate_of = carray(counts, (jobs, JOB_COUNTS)), carray(rates, (jobs, JOB_RATES))
-    room = carray(spare, (3, size))
     for job in range(jobs):
         first_number, first_integer, count = (
             JOB_NUMBERS * job,
@@ -124,9 +123,9 @@ def train(
             carray(numbers[first_number + OFFSET], size),
             outputs,
             slopes,
-            beside,
+            scratch,
             norms,
-            room,
+            model_scratch,
             (
                 carray(numbers[JOB_NUMBERS * following + FEATURES], features_ahead),
                 carray(numbers[JOB_NUMBERS * following + WEIGHTS], min(size, _MOST_AHEAD)),
@@ -162,27 +161,34 @@ def _descend(
     counts: np.ndarray,
     rates: np.ndarray,
     offset: np.ndarray,
-    working: Any,
-    sloping: Any,
-    beside: Any,
+    outputs: Any,
+    slopes: Any,
+    scratch: Any,
     norms: Any,
-    room: np.ndarray,
+    model_scratch: Any,
     ahead: tuple[np.ndarray, np.ndarray],
 ) -> None:
     """Train one job, from its first step to its last.
 
-    Meanwhile the processor fetches ``ahead``, the next job's features and room for its weights.
+    Meanwhile the processor fetches ``ahead``: the next job's features, and the memory where its
+    weights will be.
     """
     count, has_terms = counts[COUNT], counts[HAS_TERMS]
     most = min(count, counts[BATCH_SIZE])
     last = len(layers) - 1
     width = layers[last, ACROSS] + layers[last, INPUTS] + layers[last, OUTPUTS]
-    outputs, slopes = carray(working, most * width), carray(sloping, most * width)
-    arrays = outputs, slopes, carray(norms, 2 * most * width), beside
+    arrays = (
+        carray(outputs, most * width),
+        carray(slopes, most * width),
+        carray(norms, 2 * most * width),
+        scratch,
+    )
+    first_inputs = arrays[0]
     rate, beta = np.float32(rates[LEARNING_RATE]), np.float32(rates[MOMENTUM])
     radius, pull = np.float32(rates[SAM_RADIUS]), np.float32(rates[PULL])
     plain = beta == 0 and radius == 0 and not has_terms
-    velocity, climb, climbed = room[0], room[1], room[2]
+    models = carray(model_scratch, (3, len(weights)))
+    velocity, climb, climbed = models[0], models[1], models[2]
     if not plain:
         fill(velocity, ZERO)
     none = nothing(weights)
@@ -196,7 +202,7 @@ def _descend(
         later = _part(ahead, passes * step + 1, passes * counts[STEPS]) if passes > 1 else none
         rows = carray(order, begin + count)[begin + first :][: min(most, count - first)]
         for place, row in enumerate(rows):
-            copy(features[row], outputs[place * features.shape[1] :])
+            copy(features[row], first_inputs[place * features.shape[1] :])
         needed = drawn_by(layers, len(rows))
         if radius > 0:
             draws = carray(drawn, used_draws + needed)[used_draws:]
