@@ -158,6 +158,7 @@ def _forward_images(
     outputs: np.ndarray,
     scratch: Any,
 ) -> None:
+    """Write the outputs of a convolution, a pooling or a turn."""
     if layer[KIND] == CONVOLUTION:
         border = carray(scratch, padded_size(layer))
         for row in range(count):
@@ -216,30 +217,41 @@ def backward(
                 slope, unscaled = upper[row * high :][:high], norms[above + row * high :]
                 send_image_norm(layer, slope, unscaled, into, factor, channel_scratch)
         elif layer[KIND] == DENSE:
-            if number > lowest:  # before `send_dense` changes the weights
+            if number > lowest:  # before its weights change
                 through_dense(weights, layer, count, upper, down)
             fetched = ahead if below == 0 else nothing(upper)
             send_dense(layer, count, outputs[below:], upper, into, factor, fetched)
-        elif layer[KIND] == CONVOLUTION:
-            if number > lowest:
-                _through_convolutions(weights, layer, count, upper, down, scratch)
-            border = carray(scratch, padded_size(layer))
-            for row in range(count):
-                image, slope = (
-                    outputs[below + row * wide :][:wide],
-                    upper[row * high :][:high],
-                )
-                send_convolution(layer, image, slope, into, factor, border)
         else:
-            for row in range(count):
-                image, slope = (
-                    outputs[below + row * wide :][:wide],
-                    upper[row * high :][:high],
-                )
-                if layer[KIND] == TURN:
-                    turn(slope, wide // layer[SETTING], down[row * wide :])
-                else:
-                    through_pool(layer, image, slope, down[row * wide :])
+            if layer[KIND] == CONVOLUTION and number > lowest:  # before its weights change
+                _through_convolutions(weights, layer, count, upper, down, scratch)
+            _backward_images(layer, count, outputs[below:], upper, down, into, factor, scratch)
+
+
+@loops
+def _backward_images(
+    layer: np.ndarray,
+    count: int,
+    inputs: np.ndarray,
+    slopes: np.ndarray,
+    down: np.ndarray,
+    into: np.ndarray,
+    factor: np.float32,
+    scratch: Any,
+) -> None:
+    """Add a convolution's gradient to ``into``, or backpropagate through a pooling or a turn."""
+    wide, high = layer[INPUTS], layer[OUTPUTS]
+    if layer[KIND] == CONVOLUTION:
+        border = carray(scratch, padded_size(layer))
+        for row in range(count):
+            image, slope = inputs[row * wide :][:wide], slopes[row * high :][:high]
+            send_convolution(layer, image, slope, into, factor, border)
+    else:
+        for row in range(count):
+            image, slope = inputs[row * wide :][:wide], slopes[row * high :][:high]
+            if layer[KIND] == TURN:
+                turn(slope, wide // layer[SETTING], down[row * wide :])
+            else:
+                through_pool(layer, image, slope, down[row * wide :])
 
 
 @loops
