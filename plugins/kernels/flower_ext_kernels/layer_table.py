@@ -1,4 +1,7 @@
-"""Memory layout of a chain of layers, which `network` writes and `sgd` reads."""
+"""What `network` and the machine code of `sgd` agree on: memory layout and types of arguments.
+
+This module imports nothing, because a process that trains must not load Numba.
+"""
 
 KIND, INPUTS, OUTPUTS, WEIGHT, BIAS = range(5)
 ACTIVATION, TRAINS_WEIGHT, TRAINS_BIAS, ACROSS, GROUPS, SETTING = range(5, 11)
@@ -32,3 +35,26 @@ COUNT, BATCH_SIZE, STEPS, HAS_TERMS = range(JOB_COUNTS)
 JOB_RATES = 4
 LEARNING_RATE, MOMENTUM, SAM_RADIUS, PULL = range(JOB_RATES)
 """A job's rates. The extra terms of its objective have the gradient pull · w + offset at w."""
+
+_INT64, _FLOAT32 = "CPointer(int64)", "CPointer(float32)"
+_ROWS_OF_INT64 = f"CPointer({_INT64})"
+SIGNATURES: dict[str, tuple[str, ...]] = {
+    "train": (
+        f"CPointer({_FLOAT32})",  # numbers
+        _ROWS_OF_INT64,  # integers
+        "CPointer(CPointer(int16))",  # drawn
+        _INT64,  # counts
+        "CPointer(float64)",  # rates
+        "int64",  # jobs
+        _INT64,  # table
+        "int64",  # depth
+        "int64",  # size
+        _FLOAT32,  # outputs
+        _FLOAT32,  # slopes
+        _FLOAT32,  # scratch
+        _FLOAT32,  # norms
+        _FLOAT32,  # model_scratch
+    ),
+    "are_classes": (_ROWS_OF_INT64, _INT64, "int64", "int64", _INT64),
+}
+"""Functions of `sgd` that are compiled, and the types of their arguments, for Numba."""

@@ -28,6 +28,7 @@ import flower_ext
 from flower_ext.errors import FlowerExtError
 from flower_ext.files import read_cached, write_cached
 from flower_ext.training.models import dropout
+from flower_ext_kernels.layer_table import SIGNATURES
 
 _HERE = Path(__file__).parent
 _SOURCES = [
@@ -37,7 +38,6 @@ _SOURCES = [
 ]
 _LONGEST = 600.0
 """Longest time for compiling, in seconds, on a machine that is busy with other work."""
-_ARGUMENTS = {"train": 14, "are_classes": 5}
 # The code allocates nothing, so functions that count references may be empty.
 _UNCOUNTED = """
 define void @NRT_incref(ptr %p) alwaysinline { ret void }
@@ -64,7 +64,7 @@ class Library:
     def _function(self, name: str) -> Callable[..., None]:
         """Wrap a compiled function. Its first two arguments point to a result and to an error."""
         address = self._engine.get_function_address(name)
-        numbers = [ctypes.c_int64] * _ARGUMENTS[name]
+        numbers = [ctypes.c_int64] * len(SIGNATURES[name])
         call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *numbers)(address)
         nowhere = ctypes.byref(ctypes.c_int64())
 
@@ -186,15 +186,16 @@ def main() -> None:
 
     settings: Any = numba.config
     settings.CPU_NAME, settings.CPU_FEATURES = llvm.get_host_cpu_name(), _features()
-    from flower_ext_kernels.sgd import EXPORTS
+    from flower_ext_kernels import sgd
 
     whole = llvm.parse_assembly(_UNCOUNTED)
-    for function, arguments in EXPORTS.items():
-        made: Any = numba.cfunc(arguments, error_model="numpy")(function)
+    for name, arguments in SIGNATURES.items():
+        compile_function = numba.cfunc(f"void({', '.join(arguments)})", error_model="numpy")
+        made: Any = compile_function(getattr(sgd, name))
         module = llvm.parse_assembly(made.inspect_llvm())
         # Export the function itself. Its wrapper would report errors to Python.
         module.get_function(made.native_name).linkage = "internal"
-        module.get_function(made.native_name.removeprefix("cfunc.")).name = function.__name__
+        module.get_function(made.native_name.removeprefix("cfunc.")).name = name
         whole.triple, whole.data_layout = module.triple, module.data_layout
         whole.link_in(module)
     machine = _machine()

@@ -5,7 +5,7 @@ stays in them from its first step to its last.
 
 All numbers of a network are one array, with a table of its layers (see `layer_table`). Nothing here
 allocates, raises or uses Python, so the result is machine code that runs without Numba. `native`
-compiles this module in a separate process.
+compiles `train` and `are_classes` in a separate process.
 """
 
 from __future__ import annotations
@@ -268,15 +268,3 @@ def _climb(weights: np.ndarray, slope: np.ndarray, radius: np.float32, into: np.
     scale = radius / np.float32(math.sqrt(total)) if total > 0 else ZERO
     for i in range(len(weights)):
         into[i] = weights[i] + scale * slope[i]
-
-
-EXPORTS: dict[Any, str] = {
-    train: (
-        "void(CPointer(CPointer(float32)), CPointer(CPointer(int64)), "
-        "CPointer(CPointer(int16)), CPointer(int64), CPointer(float64), int64, "
-        "CPointer(int64), int64, int64, CPointer(float32), CPointer(float32), CPointer(float32), "
-        "CPointer(float32), CPointer(float32))"
-    ),
-    are_classes: "void(CPointer(CPointer(int64)), CPointer(int64), int64, int64, CPointer(int64))",
-}
-"""Functions to compile, and the types of their arguments."""
