@@ -98,6 +98,11 @@ def train(
         Outputs of normalisations before weight and bias, and the scales of their groups.
     model_scratch : float32 (3 · size,)
         Working memory as large as three networks: the velocity, and SAM's gradient and point.
+
+    Notes
+    -----
+    Each array is an argument of its own, because Python calls machine code through C, which passes
+    only numbers and addresses. `_descend` also takes addresses: only the job tells the lengths.
     """
     layers = carray(table, (depth, COLUMNS))
     count_of, rate_of = carray(counts, (jobs, JOB_COUNTS)), carray(rates, (jobs, JOB_RATES))
