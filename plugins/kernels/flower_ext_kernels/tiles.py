@@ -7,8 +7,9 @@ fill only a part of a vector. A mask hides the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -108,10 +109,13 @@ class _Vectors:
             yield turn.index
 
     @contextmanager
-    def cells(self, high: Any, wide: Any, down: Any, right: Any) -> Iterator[Any]:
-        """Repeat the block for every cell of a window; yield its distance from the first cell."""
-        with self.loop(high) as row, self.loop(wide) as column:
-            yield self.builder.add(self.product(row, down), self.product(column, right))
+    def cells(self, shape: Any, steps: Any) -> Iterator[Any]:
+        """Repeat the block for every cell of a window; yield its distance from the first cell.
+
+        ``shape`` is (high, wide); ``steps`` is (down, right).
+        """
+        with self.loop(shape[0]) as row, self.loop(shape[1]) as column:
+            yield self.builder.add(self.product(row, steps[0]), self.product(column, steps[1]))
 
 
 def _start(context: Any, builder: Any, kind: Any, array: Any) -> Any:
@@ -249,98 +253,83 @@ def _dot_tile(
             builder.store(vectors.total(builder.load(place)), vectors.place(begin, column))
 
 
-def _summed(
-    typing_context: Any, into: Any, values: Any, columns: Any, shape: Any, steps: Any, factor: Any
-) -> Any:
+def _window_intrinsic(write: Callable[..., None]) -> Any:
+    """Make an intrinsic that works on a window, from a function that writes its code.
+
+    The intrinsic takes arrays, the number of columns, the shape and the steps of the window, and
+    maybe a factor. ``write`` gets the builder's vectors, a mask of the columns, shape, steps, the
+    addresses of the arrays, and the factor.
+    """
+
+    @wraps(write)  # for Numba, which needs the number of parameters
+    def typed(typing_context: Any, *kinds: Any) -> Any:
+        arrays = [kind for kind in kinds if isinstance(kind, types.Array)]
+        _, shape, steps, *factor = kinds[len(arrays) :]
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            starts = [_start(context, builder, kind, arguments[i]) for i, kind in enumerate(arrays)]
+            columns, *window = arguments[len(arrays) : len(arrays) + 3]
+            shape, steps = (cgutils.unpack_tuple(builder, pair, 2) for pair in window)  # type: ignore[no-untyped-call]
+            vectors, factor = _Vectors(builder), arguments[len(arrays) + 3 :]
+            write(vectors, vectors.mask(columns, 0), shape, steps, *starts, *factor)
+            return context.get_dummy_value()
+
+        real = [types.float32 for _ in factor]
+        return types.void(*arrays, types.int64, shape, steps, *real), generate
+
+    return intrinsic(typed)
+
+
+def _sum(
+    vectors: _Vectors, mask: Any, shape: Any, steps: Any, into: Any, values: Any, factor: Any
+) -> None:
     """Write ``factor`` times the sum over a window; see `find_sum`."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        into, values = (_start(context, builder, signature.args[i], arguments[i]) for i in (0, 1))
-        vectors = _Vectors(builder)
-        mask, total = vectors.mask(arguments[2], 0), vectors.variable()
-        with vectors.cells(*_cells(builder, arguments)) as step:
-            loaded = vectors.load(vectors.place(values, step), mask)
-            builder.store(builder.fadd(builder.load(total), loaded), total)
-        scaled = builder.fmul(builder.load(total), vectors.every(arguments[5]))
-        vectors.store(scaled, into, mask)
-        return context.get_dummy_value()
-
-    return types.void(into, values, types.int64, shape, steps, types.float32), generate
+    builder, total = vectors.builder, vectors.variable()
+    with vectors.cells(shape, steps) as step:
+        loaded = vectors.load(vectors.place(values, step), mask)
+        builder.store(builder.fadd(builder.load(total), loaded), total)
+    scaled = builder.fmul(builder.load(total), vectors.every(factor))
+    vectors.store(scaled, into, mask)
 
 
 def _spread(
-    typing_context: Any, into: Any, slopes: Any, columns: Any, shape: Any, steps: Any, factor: Any
-) -> Any:
+    vectors: _Vectors, mask: Any, shape: Any, steps: Any, into: Any, slopes: Any, factor: Any
+) -> None:
     """Add ``factor`` times slopes to all cells of a window; see `send_to_all`."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        into, slopes = (_start(context, builder, signature.args[i], arguments[i]) for i in (0, 1))
-        vectors = _Vectors(builder)
-        mask, scale = vectors.mask(arguments[2], 0), vectors.every(arguments[5])
-        loaded = vectors.load(slopes, mask)
-        with vectors.cells(*_cells(builder, arguments)) as step:
-            place = vectors.place(into, step)
-            vectors.store(vectors.fused(scale, loaded, vectors.load(place, mask)), place, mask)
-        return context.get_dummy_value()
-
-    return types.void(into, slopes, types.int64, shape, steps, types.float32), generate
+    scale, loaded = vectors.every(factor), vectors.load(slopes, mask)
+    with vectors.cells(shape, steps) as step:
+        place = vectors.place(into, step)
+        vectors.store(vectors.fused(scale, loaded, vectors.load(place, mask)), place, mask)
 
 
-def _largest(
-    typing_context: Any, into: Any, values: Any, columns: Any, shape: Any, steps: Any
-) -> Any:
+def _largest(vectors: _Vectors, mask: Any, shape: Any, steps: Any, into: Any, values: Any) -> None:
     """Write the maxima over a window; see `find_largest`."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        into, values = (_start(context, builder, signature.args[i], arguments[i]) for i in (0, 1))
-        vectors = _Vectors(builder)
-        mask = vectors.mask(arguments[2], 0)
-        maxima = _maxima(vectors, values, mask, *_cells(builder, arguments))
-        vectors.store(builder.load(maxima), into, mask)
-        return context.get_dummy_value()
-
-    return types.void(into, values, types.int64, shape, steps), generate
+    maxima = _maxima(vectors, values, mask, shape, steps)
+    vectors.store(vectors.builder.load(maxima), into, mask)
 
 
-def _sent(
-    typing_context: Any, into: Any, slopes: Any, values: Any, columns: Any, shape: Any, steps: Any
-) -> Any:
+def _send(
+    vectors: _Vectors, mask: Any, shape: Any, steps: Any, into: Any, slopes: Any, values: Any
+) -> None:
     """Add slopes to the cells with the maxima; see `send_to_largest`."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        into, slopes, values = (
-            _start(context, builder, signature.args[i], arguments[i]) for i in range(3)
-        )
-        vectors = _Vectors(builder)
-        mask = vectors.mask(arguments[3], 0)
-        cells = _cells(builder, arguments[1:])
-        best = builder.load(_maxima(vectors, values, mask, *cells))
-        left = vectors.variable()  # the slopes that no cell has received yet
-        builder.store(vectors.load(slopes, mask), left)
-        with vectors.cells(*cells) as step:
-            loaded = vectors.load(vectors.place(values, step), mask)
-            hit = builder.fcmp_unordered("ueq", loaded, best)
-            place, rest = vectors.place(into, step), builder.load(left)
-            old = vectors.load(place, mask)
-            vectors.store(builder.fadd(old, builder.select(hit, rest, _NOTHING)), place, mask)
-            builder.store(builder.select(hit, _NOTHING, rest), left)
-        return context.get_dummy_value()
-
-    return types.void(into, slopes, values, types.int64, shape, steps), generate
+    builder = vectors.builder
+    best = builder.load(_maxima(vectors, values, mask, shape, steps))
+    left = vectors.variable()  # the slopes that no cell has received yet
+    builder.store(vectors.load(slopes, mask), left)
+    with vectors.cells(shape, steps) as step:
+        loaded = vectors.load(vectors.place(values, step), mask)
+        hit = builder.fcmp_unordered("ueq", loaded, best)
+        place, rest = vectors.place(into, step), builder.load(left)
+        old = vectors.load(place, mask)
+        vectors.store(builder.fadd(old, builder.select(hit, rest, _NOTHING)), place, mask)
+        builder.store(builder.select(hit, _NOTHING, rest), left)
 
 
-def _cells(builder: Any, arguments: Sequence[Any]) -> list[Any]:
-    return [
-        *cgutils.unpack_tuple(builder, arguments[3], 2),  # type: ignore[no-untyped-call]
-        *cgutils.unpack_tuple(builder, arguments[4], 2),  # type: ignore[no-untyped-call]
-    ]
-
-
-def _maxima(vectors: _Vectors, values: Any, mask: Any, *cells: Any) -> Any:
+def _maxima(vectors: _Vectors, values: Any, mask: Any, shape: Any, steps: Any) -> Any:
     """Return the address of the maxima over all cells; NaN wins, as in PyTorch."""
     builder, maxima = vectors.builder, vectors.variable()
     builder.store(vectors.load(values, mask), maxima)
-    with vectors.cells(*cells) as step:
+    with vectors.cells(shape, steps) as step:
         loaded, best = vectors.load(vectors.place(values, step), mask), builder.load(maxima)
         larger = builder.or_(
             builder.fcmp_ordered(">", loaded, best), builder.fcmp_unordered("uno", loaded, loaded)
@@ -366,23 +355,23 @@ Write a product with a transposed matrix: for all rows r and columns n of a tile
 ``into[r · into_row + n]`` is the sum over k of ``left[r · left_row + k] ·
 right[n · right_row + k]``. A tile has up to `HIGH` rows and `WIDE` columns.
 """
-find_largest: Any = intrinsic(_largest)
+find_largest: Any = _window_intrinsic(_largest)
 """``find_largest(into, values, columns, (high, wide), (down, right))``: maxima over a window.
 
 The window has ``high`` · ``wide`` cells. Each cell lies ``down`` numbers after the cell above it,
 and ``right`` numbers after the cell to its left. A cell has up to `LANES` columns, one number each.
 """
-send_to_largest: Any = intrinsic(_sent)
+send_to_largest: Any = _window_intrinsic(_send)
 """``send_to_largest(into, slopes, values, columns, (high, wide), (down, right))``.
 
 Add ``slopes`` to ``into``: in each column, to the first cell with the maximum of ``values``.
 """
-find_sum: Any = intrinsic(_summed)
+find_sum: Any = _window_intrinsic(_sum)
 """``find_sum(into, values, columns, (high, wide), (down, right), factor)``.
 
 Write ``factor`` times the sum over a window to ``into``.
 """
-send_to_all: Any = intrinsic(_spread)
+send_to_all: Any = _window_intrinsic(_spread)
 """``send_to_all(into, slopes, columns, (high, wide), (down, right), factor)``.
 
 Add ``factor`` times ``slopes`` to ``into`` at all cells.
