@@ -52,6 +52,10 @@ _NOISE_ROOM = 16.0
 _LARGEST_ADDED_DELTA = 1e-7
 
 
+class UnsuitableNoise(InvalidValue):
+    """The noise is too small to hide the protocol's own errors, or could alone wrap a sum."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LatticeSettings(PartySettings):
     """Public settings of one run of the protocol. Checked at construction.
@@ -73,8 +77,10 @@ class LatticeSettings(PartySettings):
     Raises
     ------
     ValueError
-        A field is out of range, the noise is too small to hide the protocol's own errors in the sum
-        (see `added_delta`), or the noise is so large that it alone could wrap a sum.
+        A field is out of range.
+    UnsuitableNoise
+        The noise is too small to hide the protocol's own errors in the sum (see `added_delta`), or
+        so large that it alone could wrap a sum.
     """
 
     kind = "lattice"
@@ -257,13 +263,13 @@ class LatticeSettings(PartySettings):
 
     def _check_noise(self) -> None:
         if self.added_delta > _LARGEST_ADDED_DELTA:
-            raise InvalidValue(
+            raise UnsuitableNoise(
                 f"noise_stddev={self.noise_stddev!r} adds {self.added_delta:.1g} to δ: expected at "
                 f"most {_LARGEST_ADDED_DELTA:g}; use more noise, fewer than {self.rounds} rounds, "
                 "or smaller silo_record_limits"
             )
         if 10 * math.sqrt(self.silos) * self.noise_stddev >= self.sum_limit:
-            raise InvalidValue(
+            raise UnsuitableNoise(
                 f"noise_stddev={self.noise_stddev!r} at {self.silos} silos: expected ten standard "
                 f"deviations of the summed noise below {SUM_LIMIT} clipping norms, where sums "
                 "wrap; use less noise or a larger clipping_norm"

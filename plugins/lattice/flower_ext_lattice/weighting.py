@@ -20,7 +20,7 @@ from flower_ext.secure.weighting.protocol import (
     WeightingProtocol,
 )
 from flower_ext_lattice.server import LatticeServer
-from flower_ext_lattice.settings import LatticeSettings
+from flower_ext_lattice.settings import LatticeSettings, UnsuitableNoise
 from flower_ext_lattice.silo import LatticeSilo
 
 _EXPERIMENTAL = (
@@ -118,9 +118,7 @@ class LatticeWeighting(WeightingProtocol):
                 noise_stddev=stddev,
                 rounds=mechanism.rounds,
             )
-        except InvalidValue as refusal:
-            if not str(refusal).startswith("noise_stddev"):
-                raise
+        except UnsuitableNoise as refusal:
             raise InvalidValue(
                 f"noise_multiplier={mechanism.noise_multiplier:g} of the plan, shared by {silos} "
                 f"silos: {refusal}"
