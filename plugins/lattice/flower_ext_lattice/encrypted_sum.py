@@ -94,7 +94,7 @@ class EncryptedSum:
         self,
         updates: Sequence[NDArray[Any]],
         counts: Sequence[int],
-        keys: Reals,
+        encryptions: Reals,
     ) -> Reals:
         """Add ``count · update`` under encryption for each user; return the updates' L2 norms.
 
@@ -103,7 +103,8 @@ class EncryptedSum:
         updates : Sequence of arrays
             Of float32 or float64, contiguous, each of shape (coordinates,).
         counts : Sequence of int
-        keys : float64 (users, 2 primes, 2 parts, DEGREE)
+        encryptions : float64 (users, 2 primes, 2 parts, DEGREE)
+            `OpenedWeights.encryptions`.
         """
         scale = 1.0 / self._settings.step
         reducing = [(self._added + at) % ROOM == ROOM - 1 for at in range(len(updates))]
@@ -120,7 +121,7 @@ class EncryptedSum:
                         float(counts[at]),
                         squares[at],
                         x,
-                        keys[at][prime],
+                        encryptions[at][prime],
                         totals[prime],
                         prime,
                     )
@@ -161,18 +162,18 @@ class EncryptedSum:
                 residues, errors, dither = self._rerandomised(group)
                 count = group.coordinates.stop - group.coordinates.start
                 steps = np.rint(noise[group.coordinates] / settings.step).astype(np.float64)
-                one = ring.switch(
+                words_of_c0 = ring.switch(
                     np.ascontiguousarray(residues[:, 0, :count]), steps, dither[:count]
                 )
-                two = ring.switch(
+                words_of_c1 = ring.switch(
                     np.ascontiguousarray(residues[:, 1]), np.zeros(len(errors)), errors
                 )
                 for key, subtract in masks:
-                    apply_mask(derive(key, "first", group.number), one, subtract=subtract)
-                    apply_mask(derive(key, "second", group.number), two, subtract=subtract)
-                raw = one.astype("<u8", copy=False).view(np.uint8).reshape(-1, 8)
+                    apply_mask(derive(key, "first", group.number), words_of_c0, subtract=subtract)
+                    apply_mask(derive(key, "second", group.number), words_of_c1, subtract=subtract)
+                raw = words_of_c0.astype("<u8", copy=False).view(np.uint8).reshape(-1, 8)
                 first[group.coordinates] = raw[:, 8 - FIRST_WORD_BYTES :]
-                second[group.words] = two
+                second[group.words] = words_of_c1
             return [None] * len(groups)
 
         map_slices(work, self._of_groups)

@@ -63,7 +63,7 @@ def public_key(public_seed: bytes, words: bytes) -> Reals:
 
 
 def key_pairs(first: Reals, second: Reals) -> Reals:
-    """Return pairs of polynomials in the form of the argument ``keys`` of `ring.add_products`.
+    """Return pairs of polynomials in the form of ``multipliers`` of `ring.add_products`.
 
     The result holds reduced transforms, (count, 2 primes, 2 parts, DEGREE).
 

@@ -92,14 +92,14 @@ _SWITCHING = np.array([_switching(*PRIMES), _switching(*PRIMES[::-1])])
 _JOINING = PRIMES[1].balanced(pow(PRIMES[0].value, -1, PRIMES[1].value))
 
 
-def add_products(x: Reals, keys: Reals, totals: Reals, prime: int) -> None:
+def add_products(x: Reals, multipliers: Reals, totals: Reals, prime: int) -> None:
     """Add the products of eight polynomials with each part's polynomial to ``totals``.
 
     Parameters
     ----------
     x : float64 (GROUP,)
         Alternating coefficients of magnitude up to 2^47. Overwritten with the transform.
-    keys : float64 (parts, DEGREE)
+    multipliers : float64 (parts, DEGREE)
         Polynomials from `transformed`.
     totals : float64 (parts, GROUP)
         Transforms. Call `reduce` on them after `ROOM` calls.
@@ -107,7 +107,7 @@ def add_products(x: Reals, keys: Reals, totals: Reals, prime: int) -> None:
         0 or 1.
     """
     modulus = PRIMES[prime]
-    ring_loops.add_products(x, keys, totals, modulus.roots, modulus.q)
+    ring_loops.add_products(x, multipliers, totals, modulus.roots, modulus.q)
 
 
 def add_encoded(
@@ -116,7 +116,7 @@ def add_encoded(
     count: float,
     squares: Reals,
     scratch: Reals,
-    keys: Reals,
+    multipliers: Reals,
     totals: Reals,
     prime: int,
 ) -> None:
@@ -131,12 +131,12 @@ def add_encoded(
         the sum of squares.
     scratch : float64 (GROUP,)
         Overwritten.
-    keys, totals, prime
+    multipliers, totals, prime
         See `add_products`.
     """
     modulus = PRIMES[prime]
     ring_loops.add_encoded(
-        values, scale, count, squares, scratch, keys, totals, modulus.roots, modulus.q
+        values, scale, count, squares, scratch, multipliers, totals, modulus.roots, modulus.q
     )
 
 
@@ -228,8 +228,8 @@ def split(words: NDArray[np.int64], prime: int) -> Reals:
 
 def add_joined(words: NDArray[np.int64], residues: Reals) -> None:
     """Add the signed numbers with ``residues`` (2, count) to ``words``, modulo 2^64."""
-    one, two = PRIMES
-    ring_loops.join(residues[0], residues[1], _JOINING, one.value, two.value, words)
+    q1, q2 = (prime.value for prime in PRIMES)
+    ring_loops.join(residues[0], residues[1], _JOINING, q1, q2, words)
 
 
 def to_words(residues: Reals) -> bytes:

@@ -133,17 +133,17 @@ class _Vectors:
 
 
 def _product(
-    typing_context: Any, row: Any, at: Any, key: Any, total: Any, q: Any, inverse: Any
+    typing_context: Any, row: Any, at: Any, factor: Any, total: Any, q: Any, inverse: Any
 ) -> Any:
-    """Add eight neighbours of ``row``, times ``key``, to eight neighbours of ``total``."""
+    """Add eight neighbours of ``row``, times ``factor``, to eight neighbours of ``total``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, at, key, target, q, inverse = arguments
+        source, at, factor, target, q, inverse = arguments
         kinds = signature.args
         vectors = _Vectors(builder, q, inverse)
         place = vectors.place(context.make_array(kinds[0])(context, builder, source).data, at)
         sums = vectors.place(context.make_array(kinds[3])(context, builder, target).data, at)
-        rest = vectors.times(vectors.load(place), vectors.every(key))
+        rest = vectors.times(vectors.load(place), vectors.every(factor))
         vectors.store(vectors.sum(vectors.load(sums), rest), sums)
         return context.get_dummy_value()
 
@@ -168,9 +168,9 @@ def _butterflies(
             at = builder.add(at, width)
             places.append(vectors.place(data, at))
         numbers = [vectors.load(place) for place in places]
-        for one, two, root in ((0, 2, u), (1, 3, u), (0, 1, v), (2, 3, w)):
-            a, t = numbers[one], vectors.times(numbers[two], vectors.every(root))
-            numbers[one], numbers[two] = vectors.sum(a, t), vectors.difference(a, t)
+        for upper, lower, root in ((0, 2, u), (1, 3, u), (0, 1, v), (2, 3, w)):
+            a, t = numbers[upper], vectors.times(numbers[lower], vectors.every(root))
+            numbers[upper], numbers[lower] = vectors.sum(a, t), vectors.difference(a, t)
         for number, place in zip(numbers, places, strict=True):
             vectors.store(number, place)
         return context.get_dummy_value()
@@ -200,35 +200,35 @@ def _two_stages(x: Any, roots: Any, start: Any, groups: Any, q: Any) -> None:
 
 
 @_fast
-def _add_row(row: Any, key: Any, total: Any, q: Any) -> None:
-    """Add every group of eight numbers of ``row``, times its factor in ``key``, to ``total``."""
+def _add_row(row: Any, factors: Any, total: Any, q: Any) -> None:
+    """Add every group of eight numbers of ``row``, times its number in ``factors``, to ``total``."""
     p = 1.0 / q
-    for i in range(key.shape[0]):
-        _add_product(row, LANES * i, key[i], total, q, p)
+    for i in range(factors.shape[0]):
+        _add_product(row, LANES * i, factors[i], total, q, p)
 
 
 @_fast
-def _add_later_stages(x: Any, keys: Any, totals: Any, roots: Any, q: Any) -> None:
-    """Transform from the third stage on, and add the products with the keys to the totals."""
+def _add_later_stages(x: Any, multipliers: Any, totals: Any, roots: Any, q: Any) -> None:
+    """Transform from the third stage on, and add the products with ``multipliers`` to ``totals``."""
     for stage in (4, 16):
         _two_stages(x, roots, stage, stage, q)
     for r in range(_ROWS):
         row = x[r * _ROW : (r + 1) * _ROW]
         for stage in (1, 4, 16):
             _two_stages(row, roots, stage * (_ROWS + r), stage, q)
-        for part in range(keys.shape[0]):
-            key = keys[part, r * _COLUMNS : (r + 1) * _COLUMNS]
-            _add_row(row, key, totals[part, r * _ROW : (r + 1) * _ROW], q)
+        for part in range(multipliers.shape[0]):
+            factors = multipliers[part, r * _COLUMNS : (r + 1) * _COLUMNS]
+            _add_row(row, factors, totals[part, r * _ROW : (r + 1) * _ROW], q)
 
 
 @_fast
-def add_products(x: Any, keys: Any, totals: Any, roots: Any, q: Any) -> None:
+def add_products(x: Any, multipliers: Any, totals: Any, roots: Any, q: Any) -> None:
     """Implement `ring.add_products`, with the powers ``roots`` of the root of X^n + 1.
 
     Keys are of magnitude up to q / 2, and each call adds at most 0.79 q to a total.
     """
     _two_stages(x, roots, 1, 1, q)
-    _add_later_stages(x, keys, totals, roots, q)
+    _add_later_stages(x, multipliers, totals, roots, q)
 
 
 @_fast
@@ -238,7 +238,7 @@ def add_encoded(
     count: Any,
     squares: Any,
     x: Any,
-    keys: Any,
+    multipliers: Any,
     totals: Any,
     roots: Any,
     q: Any,
@@ -252,13 +252,13 @@ def add_encoded(
     u, v, w = roots[1], roots[2], roots[3]
     step, quarter = squares.shape[0], x.shape[0] // 4
     for start in range(0, quarter, step):
-        one, two = values[start : start + step], values[quarter + start : quarter + start + step]
-        third, fourth = 2 * quarter + start, 3 * quarter + start
-        three, four = values[third : third + step], values[fourth : fourth + step]
-        to_one, to_two = x[start : start + step], x[quarter + start : quarter + start + step]
-        to_three, to_four = x[third : third + step], x[fourth : fourth + step]
+        # The same places in each quarter: the first two stages combine just these numbers.
+        in_0, in_1 = values[start:][:step], values[quarter + start :][:step]
+        in_2, in_3 = values[2 * quarter + start :][:step], values[3 * quarter + start :][:step]
+        out_0, out_1 = x[start:][:step], x[quarter + start :][:step]
+        out_2, out_3 = x[2 * quarter + start :][:step], x[3 * quarter + start :][:step]
         for i in range(step):
-            a, b, c, d = one[i] * scale, two[i] * scale, three[i] * scale, four[i] * scale
+            a, b, c, d = in_0[i] * scale, in_1[i] * scale, in_2[i] * scale, in_3[i] * scale
             squares[i] += (a * a + b * b) + (c * c + d * d)
             a, b = ((a + _ROUND) - _ROUND) * count, ((b + _ROUND) - _ROUND) * count
             c, d = ((c + _ROUND) - _ROUND) * count, ((d + _ROUND) - _ROUND) * count
@@ -267,10 +267,10 @@ def add_encoded(
             t = _times(d, u, q, p)
             b, d = b + t, b - t
             t = _times(b, v, q, p)
-            to_one[i], to_two[i] = a + t, a - t
+            out_0[i], out_1[i] = a + t, a - t
             t = _times(d, w, q, p)
-            to_three[i], to_four[i] = c + t, c - t
-    _add_later_stages(x, keys, totals, roots, q)
+            out_2[i], out_3[i] = c + t, c - t
+    _add_later_stages(x, multipliers, totals, roots, q)
 
 
 @_fast
@@ -306,8 +306,8 @@ def invert(x: Any, back: Any, q: Any, scale: Any) -> None:
 
 
 @_fast
-def switch(one: Any, two: Any, high: Any, low: Any, rows: Any, words: Any) -> None:
-    """Implement `ring.switch`. Each of ``rows`` has the constants of one prime q.
+def switch(mod_q1: Any, mod_q2: Any, high: Any, low: Any, constants: Any, words: Any) -> None:
+    """Implement `ring.switch`. Each row of ``constants`` belongs to one prime q.
 
     These are q; 2^56 and 2^28 modulo q; the inverse of the other prime modulo q; and 2^16 (2^48 -
     q) / q.
@@ -316,13 +316,14 @@ def switch(one: Any, two: Any, high: Any, low: Any, rows: Any, words: Any) -> No
         top, bottom = float(low[i] >> 28), float(low[i] & 0xFFFFFFF)
         whole, fraction = 0, 0.0
         for prime in range(2):
-            q = rows[prime, 0]
+            q, unit, shift = constants[prime, 0], constants[prime, 1], constants[prime, 2]
+            inverse, remainder = constants[prime, 3], constants[prime, 4]
             p = 1.0 / q
-            v = one[i] if prime == 0 else two[i]
-            v = v + _times(high[i], rows[prime, 1], q, p) + _times(top, rows[prime, 2], q, p)
-            y = _canonical(_times(v + bottom, rows[prime, 3], q, p), q, p)
+            v = mod_q1[i] if prime == 0 else mod_q2[i]
+            v = v + _times(high[i], unit, q, p) + _times(top, shift, q, p)
+            y = _canonical(_times(v + bottom, inverse, q, p), q, p)
             whole += int(y)
-            fraction += y * rows[prime, 4]
+            fraction += y * remainder
         words[i] = (whole << 16) + int((fraction + _ROUND) - _ROUND)
 
 
@@ -337,11 +338,11 @@ def split(words: Any, q: Any, x: Any) -> None:
 
 
 @_fast
-def join(one: Any, two: Any, inverse: Any, q: Any, other: Any, words: Any) -> None:
-    """Implement `ring.add_joined`; ``inverse`` is the inverse of q modulo ``other``."""
-    p = 1.0 / float(other)
+def join(mod_q1: Any, mod_q2: Any, inverse: Any, q1: Any, q2: Any, words: Any) -> None:
+    """Implement `ring.add_joined`; ``inverse`` is the inverse of q1 modulo q2."""
+    q, p = float(q2), 1.0 / float(q2)
     for i in range(words.shape[0]):
-        t = int(_canonical(_times(two[i] - one[i], inverse, float(other), p), float(other), p))
-        if t > other // 2:
-            t -= other
-        words[i] += int(one[i]) + q * t
+        t = int(_canonical(_times(mod_q2[i] - mod_q1[i], inverse, q, p), q, p))
+        if t > q2 // 2:
+            t -= q2
+        words[i] += int(mod_q1[i]) + q1 * t

@@ -185,8 +185,8 @@ class LatticeSettings(PartySettings):
         """
         variance = DEGREE * 2 * _TERNARY_VARIANCE * ERROR_VARIANCE
         steps = math.ldexp(math.sqrt(variance), -WEIGHT_BITS)
-        one = steps / (math.sqrt(2 * math.pi) * self._noise_steps)
-        return self.coordinates * self.rounds * one
+        distance = steps / (math.sqrt(2 * math.pi) * self._noise_steps)
+        return self.coordinates * self.rounds * distance
 
     @cached_property
     def hint_delta(self) -> float:

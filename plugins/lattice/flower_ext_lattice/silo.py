@@ -155,7 +155,7 @@ class LatticeOpenSum(SiloSum):
             norms = self._total.add(
                 [updates[user] for user in users],
                 [self._silo.counts[user] for user in users],
-                self._weights.keys([self._places[user] for user in users]),
+                self._weights.encryptions([self._places[user] for user in users]),
             )
             self._check_norms(users, norms)
 

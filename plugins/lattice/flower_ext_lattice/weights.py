@@ -152,7 +152,7 @@ class OpenedWeights:
                 "sealed for these silos"
             ) from error
 
-    def keys(self, places: Sequence[int]) -> Reals:
+    def encryptions(self, places: Sequence[int]) -> Reals:
         """Return, for each place, the transforms (2 primes, 2 parts, DEGREE) of (b_u, a_u)."""
         words = np.empty((2, len(places), DEGREE))
         words[:, :, 0] = self._constants[:, places]

@@ -37,7 +37,7 @@ def _canonical(x: Reals, q: float) -> Reals:
     return np.where(rest >= q, rest - q, rest)
 
 
-def add_products(x: Reals, keys: Reals, totals: Reals, roots: Reals, q: float) -> None:
+def add_products(x: Reals, multipliers: Reals, totals: Reals, roots: Reals, q: float) -> None:
     """See `ring_loops.add_products`."""
     groups = 1
     while groups < DEGREE:
@@ -46,8 +46,8 @@ def add_products(x: Reals, keys: Reals, totals: Reals, roots: Reals, q: float) -
         pairs[:, 1] = _reduced(pairs[:, 0] - product, q)
         pairs[:, 0] = _reduced(pairs[:, 0] + product, q)
         groups *= 2
-    for key, total in zip(keys, totals, strict=True):
-        total += _times(x.reshape(DEGREE, LANES), key[:, None], q).reshape(-1)
+    for multiplier, total in zip(multipliers, totals, strict=True):
+        total += _times(x.reshape(DEGREE, LANES), multiplier[:, None], q).reshape(-1)
 
 
 def reduce(x: Reals, q: float) -> None:
@@ -74,7 +74,7 @@ def add_encoded(
     count: float,
     squares: Reals,
     x: Reals,
-    keys: Reals,
+    multipliers: Reals,
     totals: Reals,
     roots: Reals,
     q: float,
@@ -83,21 +83,23 @@ def add_encoded(
     scaled = values * np.float64(scale)
     squares += np.square(scaled).reshape(-1, len(squares)).sum(0)
     x[:] = np.rint(scaled) * count
-    add_products(x, keys, totals, roots, q)
+    add_products(x, multipliers, totals, roots, q)
 
 
 def switch(
-    one: Reals,
-    two: Reals,
+    mod_q1: Reals,
+    mod_q2: Reals,
     high: Reals,
     low: Integers,
-    facts: Reals,
+    constants: Reals,
     words: NDArray[np.uint64],
 ) -> None:
     """See `ring_loops.switch`."""
     top, bottom = (low >> 28).astype(np.float64), (low & _LOW).astype(np.float64)
     whole, fraction = np.zeros(len(words), np.int64), np.zeros(len(words))
-    for residues, (q, unit, shift, inverse, factor) in zip((one, two), facts, strict=True):
+    for residues, (q, unit, shift, inverse, factor) in zip(
+        (mod_q1, mod_q2), constants, strict=True
+    ):
         value = residues + _times(high, unit, q) + _times(top, shift, q)
         y = _canonical(_times(value + bottom, inverse, q), q)
         whole += y.astype(np.int64)
@@ -111,8 +113,8 @@ def split(words: Integers, q: float, x: Reals) -> None:
     x[:] = _reduced(_times(top, 268435456.0, q) + bottom, q)
 
 
-def join(one: Reals, two: Reals, inverse: float, q: int, other: int, words: Integers) -> None:
+def join(mod_q1: Reals, mod_q2: Reals, inverse: float, q1: int, q2: int, words: Integers) -> None:
     """See `ring_loops.join`."""
-    t = _canonical(_times(two - one, inverse, float(other)), float(other)).astype(np.int64)
-    t = np.where(t > other // 2, t - other, t)
-    words += one.astype(np.int64) + np.int64(q) * t
+    t = _canonical(_times(mod_q2 - mod_q1, inverse, float(q2)), float(q2)).astype(np.int64)
+    t = np.where(t > q2 // 2, t - q2, t)
+    words += mod_q1.astype(np.int64) + np.int64(q1) * t

@@ -71,7 +71,7 @@ def test_more_products_than_fit_without_reduction_add_up(shared):
     world, updates, noise, numbers = shared
     silo, update = world.silos[0], updates[0, 0]
     total = EncryptedSum(world.settings, silo.public)
-    key = silo.opened(world.begin(next(numbers)).weights).keys([world.order.index(0)])
+    key = silo.opened(world.begin(next(numbers)).weights).encryptions([world.order.index(0)])
     total.add([update] * 33, [20] * 33, np.repeat(key, 33, axis=0))
     total.add([update] * 37, [20] * 37, np.repeat(key, 37, axis=0))
     first, second = total.words(noise[0], [])

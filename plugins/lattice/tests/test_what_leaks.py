@@ -138,7 +138,7 @@ def test_words_of_padding_would_show_who_took_part_and_none_is_sent():
     another = world.draw(np.random.default_rng(8))[0][0, 0]
 
     faulty = WithPadding(world.settings, world.silos[0].public)
-    faulty.add([update], [1500], world.silos[0].opened(epoch).keys([place]))
+    faulty.add([update], [1500], world.silos[0].opened(epoch).encryptions([place]))
     first, second = (np.frombuffer(words, "<i8") for words in faulty.words(world.noise[0], []))
     group = encrypted_sum.Group(world.settings, 0)
     found = first + encrypted_sum._opened(group, world.server._secret, second.view(np.uint64))
@@ -213,7 +213,7 @@ def weight_sums(world) -> np.ndarray:
         silo._server_key.public_seed, label_of(message), range(world.settings.users)
     )
     users = world.settings.users
-    pairs = silo.opened(message).keys(range(users))
+    pairs = silo.opened(message).encryptions(range(users))
     own = np.empty((2, users))
     for prime, modulus in enumerate(ring.PRIMES):
         product = ring.multiplied(masks[prime], world.server._secret.transforms[prime], prime)
