@@ -59,6 +59,11 @@ class Prime:
         return self._powers(self._root)
 
     @cached_property
+    def modulus(self) -> tuple[float, float, Reals]:
+        """The prime as a float, its inverse, and `roots`: what the loops need for a transform."""
+        return self.q, 1.0 / self.q, self.roots
+
+    @cached_property
     def back(self) -> Reals:
         """Inverses of `roots`."""
         return self._powers(pow(self._root, -1, self.value))
@@ -106,8 +111,7 @@ def add_products(x: Reals, multipliers: Reals, totals: Reals, prime: int) -> Non
     prime : int
         0 or 1.
     """
-    modulus = PRIMES[prime]
-    ring_loops.add_products(x, multipliers, totals, modulus.roots, modulus.q)
+    ring_loops.add_products(x, multipliers, totals, PRIMES[prime].modulus)
 
 
 def add_encoded(
@@ -134,10 +138,8 @@ def add_encoded(
     multipliers, totals, prime
         See `add_products`.
     """
-    modulus = PRIMES[prime]
-    ring_loops.add_encoded(
-        values, scale, count, squares, scratch, multipliers, totals, modulus.roots, modulus.q
-    )
+    modulus = PRIMES[prime].modulus
+    ring_loops.add_encoded(values, scale, count, squares, scratch, multipliers, totals, modulus)
 
 
 def _alternating(polynomials: Reals) -> Reals:

@@ -90,8 +90,9 @@ class _Vectors:
 
     _eight = ir.VectorType(ir.DoubleType(), LANES)
 
-    def __init__(self, builder: Any, q: Any, inverse: Any) -> None:
+    def __init__(self, builder: Any, modulus: Any) -> None:
         self._builder = builder
+        q, inverse = (builder.extract_value(modulus, place) for place in (0, 1))
         self._fused = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
             builder.module, ir.FunctionType(self._eight, [self._eight] * 3), f"llvm.fma.v{LANES}f64"
         )
@@ -132,27 +133,24 @@ class _Vectors:
         return builder.fadd(builder.call(self._fused, [quotient, self._q, high]), low)
 
 
-def _product(
-    typing_context: Any, row: Any, at: Any, factor: Any, total: Any, q: Any, inverse: Any
-) -> Any:
+def _product(typing_context: Any, row: Any, at: Any, factor: Any, total: Any, modulus: Any) -> Any:
     """Add eight neighbours of ``row``, times ``factor``, to eight neighbours of ``total``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, at, factor, target, q, inverse = arguments
+        source, at, factor, target, modulus = arguments
         kinds = signature.args
-        vectors = _Vectors(builder, q, inverse)
+        vectors = _Vectors(builder, modulus)
         place = vectors.place(context.make_array(kinds[0])(context, builder, source).data, at)
         sums = vectors.place(context.make_array(kinds[3])(context, builder, target).data, at)
         rest = vectors.times(vectors.load(place), vectors.every(factor))
         vectors.store(vectors.sum(vectors.load(sums), rest), sums)
         return context.get_dummy_value()
 
-    real = types.float64
-    return types.void(row, types.intp, real, total, real, real), generate
+    return types.void(row, types.intp, types.float64, total, modulus), generate
 
 
 def _butterflies(
-    typing_context: Any, x: Any, at: Any, width: Any, u: Any, v: Any, w: Any, q: Any, inverse: Any
+    typing_context: Any, x: Any, at: Any, width: Any, powers: Any, modulus: Any
 ) -> Any:
     """Apply two stages of the transform to four vectors of eight numbers.
 
@@ -160,8 +158,9 @@ def _butterflies(
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array, at, width, u, v, w, q, inverse = arguments
-        vectors = _Vectors(builder, q, inverse)
+        array, at, width, powers, modulus = arguments
+        u, v, w = cgutils.unpack_tuple(builder, powers, 3)  # type: ignore[no-untyped-call]
+        vectors = _Vectors(builder, modulus)
         data = context.make_array(signature.args[0])(context, builder, array).data
         places = [vectors.place(data, at)]
         for _ in range(3):
@@ -175,8 +174,7 @@ def _butterflies(
             vectors.store(number, place)
         return context.get_dummy_value()
 
-    real = types.float64
-    return types.void(x, types.intp, types.intp, *[real] * 5), generate
+    return types.void(x, types.intp, types.intp, powers, modulus), generate
 
 
 _add_product: Any = intrinsic(_product)
@@ -184,51 +182,49 @@ _pass_two_stages: Any = intrinsic(_butterflies)
 
 
 @_fast
-def _two_stages(x: Any, roots: Any, start: Any, groups: Any, q: Any) -> None:
+def _two_stages(x: Any, start: Any, groups: Any, modulus: Any) -> None:
     """Apply two stages of the transform to ``groups`` groups of neighbours.
 
     The stages divide each group into four groups. ``roots[start + g]`` belongs to group g in the
     first stage.
     """
-    p = 1.0 / q
-    width = x.shape[0] // (4 * groups)
+    roots, width = modulus[2], x.shape[0] // (4 * groups)
     for g in range(groups):
         j = start + g
-        u, v, w = roots[j], roots[2 * j], roots[2 * j + 1]
+        powers = roots[j], roots[2 * j], roots[2 * j + 1]
         for i in range(0, width, LANES):
-            _pass_two_stages(x, 4 * g * width + i, width, u, v, w, q, p)
+            _pass_two_stages(x, 4 * g * width + i, width, powers, modulus)
 
 
 @_fast
-def _add_row(row: Any, factors: Any, total: Any, q: Any) -> None:
-    """Add every group of eight numbers of ``row``, times its number in ``factors``, to ``total``."""
-    p = 1.0 / q
+def _add_row(row: Any, factors: Any, total: Any, modulus: Any) -> None:
+    """Add every eight numbers of ``row``, times their number in ``factors``, to ``total``."""
     for i in range(factors.shape[0]):
-        _add_product(row, LANES * i, factors[i], total, q, p)
+        _add_product(row, LANES * i, factors[i], total, modulus)
 
 
 @_fast
-def _add_later_stages(x: Any, multipliers: Any, totals: Any, roots: Any, q: Any) -> None:
-    """Transform from the third stage on, and add the products with ``multipliers`` to ``totals``."""
+def _add_later_stages(x: Any, multipliers: Any, totals: Any, modulus: Any) -> None:
+    """Transform from the third stage on; add the products with ``multipliers`` to ``totals``."""
     for stage in (4, 16):
-        _two_stages(x, roots, stage, stage, q)
+        _two_stages(x, stage, stage, modulus)
     for r in range(_ROWS):
         row = x[r * _ROW : (r + 1) * _ROW]
         for stage in (1, 4, 16):
-            _two_stages(row, roots, stage * (_ROWS + r), stage, q)
+            _two_stages(row, stage * (_ROWS + r), stage, modulus)
         for part in range(multipliers.shape[0]):
             factors = multipliers[part, r * _COLUMNS : (r + 1) * _COLUMNS]
-            _add_row(row, factors, totals[part, r * _ROW : (r + 1) * _ROW], q)
+            _add_row(row, factors, totals[part, r * _ROW : (r + 1) * _ROW], modulus)
 
 
 @_fast
-def add_products(x: Any, multipliers: Any, totals: Any, roots: Any, q: Any) -> None:
-    """Implement `ring.add_products`, with the powers ``roots`` of the root of X^n + 1.
+def add_products(x: Any, multipliers: Any, totals: Any, modulus: Any) -> None:
+    """Implement `ring.add_products`; ``modulus`` is `ring.Prime.modulus`.
 
-    Keys are of magnitude up to q / 2, and each call adds at most 0.79 q to a total.
+    Multipliers are of magnitude up to q / 2, and each call adds at most 0.79 q to a total.
     """
-    _two_stages(x, roots, 1, 1, q)
-    _add_later_stages(x, multipliers, totals, roots, q)
+    _two_stages(x, 1, 1, modulus)
+    _add_later_stages(x, multipliers, totals, modulus)
 
 
 @_fast
@@ -240,15 +236,14 @@ def add_encoded(
     x: Any,
     multipliers: Any,
     totals: Any,
-    roots: Any,
-    q: Any,
+    modulus: Any,
 ) -> None:
-    """Implement `ring.add_encoded`.
+    """Implement `ring.add_encoded`; ``modulus`` is `ring.Prime.modulus`.
 
     The loop that encodes also does the first two stages, which saves passes through memory.
     ``squares`` holds 512 partial sums, so that additions do not wait for one another.
     """
-    p = 1.0 / q
+    q, p, roots = modulus
     u, v, w = roots[1], roots[2], roots[3]
     step, quarter = squares.shape[0], x.shape[0] // 4
     for start in range(0, quarter, step):
@@ -270,7 +265,7 @@ def add_encoded(
             out_0[i], out_1[i] = a + t, a - t
             t = _times(d, w, q, p)
             out_2[i], out_3[i] = c + t, c - t
-    _add_later_stages(x, multipliers, totals, roots, q)
+    _add_later_stages(x, multipliers, totals, modulus)
 
 
 @_fast

@@ -14,6 +14,7 @@ from flower_ext_lattice.layout import DEGREE, LANES
 
 Reals = NDArray[np.float64]
 Integers = NDArray[np.int64]
+Modulus = tuple[float, float, Reals]
 _LOW = (1 << 28) - 1
 
 
@@ -37,8 +38,9 @@ def _canonical(x: Reals, q: float) -> Reals:
     return np.where(rest >= q, rest - q, rest)
 
 
-def add_products(x: Reals, multipliers: Reals, totals: Reals, roots: Reals, q: float) -> None:
+def add_products(x: Reals, multipliers: Reals, totals: Reals, modulus: Modulus) -> None:
     """See `ring_loops.add_products`."""
+    q, _, roots = modulus
     groups = 1
     while groups < DEGREE:
         pairs = x.reshape(groups, 2, -1)
@@ -76,14 +78,13 @@ def add_encoded(
     x: Reals,
     multipliers: Reals,
     totals: Reals,
-    roots: Reals,
-    q: float,
+    modulus: Modulus,
 ) -> None:
     """See `ring_loops.add_encoded`."""
     scaled = values * np.float64(scale)
     squares += np.square(scaled).reshape(-1, len(squares)).sum(0)
     x[:] = np.rint(scaled) * count
-    add_products(x, multipliers, totals, roots, q)
+    add_products(x, multipliers, totals, modulus)
 
 
 def switch(

@@ -147,7 +147,7 @@ def test_encoding_rounds_to_whole_steps_and_sums_squares(work):
         values = rng.standard_normal(GROUP).astype(dtype)
         x, squares, own = np.empty(GROUP), np.zeros(512), ring.PRIMES[0]
         nothing = np.empty((0, DEGREE)), np.empty((0, GROUP))
-        work.add_encoded(values, 2.0**30, 7.0, squares, x, *nothing, own.roots, own.q)
+        work.add_encoded(values, 2.0**30, 7.0, squares, x, *nothing, own.modulus)
         work.invert(x, own.back, own.q, own.scale)
         assert (x == np.mod(7 * np.rint(values.astype(float) * 2**30), own.q)).all()
         assert squares.sum() == pytest.approx(np.square(values.astype(float) * 2**30).sum())
