@@ -47,6 +47,7 @@ def normalise(
         values, unscaled = inputs[row * wide :][:wide], normed[row * wide :][:wide]
         for group in range(groups):
             start = group * size
+            # First the mean, then the variance: E[x²] − E[x]² would cancel if the mean is large.
             mean = variance = ZERO
             for i in range(size):
                 mean += values[start + i]
@@ -94,6 +95,8 @@ def through_norm(
                 into[i] *= weight[i]
         for group in range(groups):
             start, scale = group * size, scales[row * groups + group]
+            # A shift or a scaling of the inputs does not change the outputs. The slopes therefore
+            # lose their mean (``level``) and their part along the normalised values (``along``).
             level = along = ZERO
             for i in range(size):
                 level += into[start + i]
@@ -200,6 +203,7 @@ def through_image_norm(
     wide = np.uint64(layer[CHANNELS])
     places = np.uint64(len(slopes)) // wide
     levels, along, weight = scratch[:wide], scratch[wide:][:wide], scratch[2 * wide :][:wide]
+    # A channel's weight is constant over places, so it can multiply the sums instead.
     _sum_over_places(slopes, normed, levels, along)
     fill(weight, ONE)
     if layer[WEIGHT] >= 0:
@@ -259,7 +263,7 @@ def drop(layer: np.ndarray, drawn: Any, values: np.ndarray, into: np.ndarray) ->
     """Apply dropout: write scaled values to ``into``, and 0 for those that ``drawn`` drops."""
     dropped = layer[SETTING]
     scale = np.float32(LEVELS / (LEVELS - dropped))
-    least = np.float32(dropped - LEVELS // 2)
+    least = np.float32(dropped - LEVELS // 2)  # draws are signed, from −LEVELS / 2 on
     for i in range(np.uint64(len(values))):
         into[i] = values[i] * (scale if np.float32(drawn[i]) >= least else ZERO)
 

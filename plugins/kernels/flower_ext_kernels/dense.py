@@ -59,6 +59,8 @@ def multiply(
     matrix = weights[layer[WEIGHT] :]
     neurons, rows = share(high, WIDE), share(count, HIGH)
     sizes, tile = _sizes(ahead, tiles(layer, count)), 0
+    # The outer loop is over neurons: a few rows of the matrix stay in the nearest cache, while all
+    # rows of the mini-batch pass by.
     for neuron in range(0, high, neurons):
         for row in range(0, count, rows):
             _fetch(ahead, sizes, tile)
@@ -104,6 +106,7 @@ def send_dense(
     wide, high = layer[INPUTS], layer[OUTPUTS]
     if layer[TRAINS_WEIGHT]:
         vectors = -(-wide // LANES)
+        # A tile is a block of the gradient, and the sum over the mini-batch stays in registers.
         neurons, columns = share(high, HIGH), LANES * share(vectors, WIDE)
         sizes, tile = _sizes(ahead, -(-high // HIGH) * -(-vectors // WIDE)), 0
         steps = wide, NEXT, high, STAY, wide, STAY

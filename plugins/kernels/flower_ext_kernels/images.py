@@ -65,6 +65,7 @@ def turn(values: np.ndarray, rows: int, into: np.ndarray) -> None:
 @loops
 def _repeat(row: np.ndarray, into: np.ndarray) -> None:
     """Fill ``into`` with copies of ``row``."""
+    # Copies double in length, because short ones waste most of a vector.
     done = len(row)
     copy(row, into)
     while done < len(into):
@@ -113,6 +114,8 @@ def convolve(
     else:
         fill(outputs[: layer[OUTPUTS]], ZERO)
     source, across = _padded(layer, image, scratch), _across(layer)
+    # The left matrix has a window in each row. Neighbouring windows overlap in memory, and nothing
+    # is copied: the inner sum runs along a row of the window, the outer sum down its rows.
     run = layer[KERNEL_WIDTH] * channels
     steps = (filters, layer[RIGHT] * channels, 1, across, filters, run * filters)
     for row in range(layer[OUT_HEIGHT]):
@@ -139,6 +142,8 @@ def through_convolution(
     pads = layer[PAD_DOWN] > 0 or layer[PAD_RIGHT] > 0
     into = scratch if pads else down
     fill(into[: padded_size(layer)], ZERO)
+    # Rows of the product are rows of windows, and overlap if a step is smaller than the window. The
+    # slopes then add up, because `multiply_tile` adds one row after the other.
     steps = (layer[RIGHT] * channels, filters, 1, STAY, high * run, STAY)
     for row in range(layer[OUT_HEIGHT]):
         for kernel in range(high):
@@ -170,6 +175,7 @@ def send_convolution(
     wide, high = layer[OUT_WIDTH], layer[OUT_HEIGHT]
     if layer[TRAINS_WEIGHT]:
         source, run = _padded(layer, image, scratch), layer[KERNEL_WIDTH] * channels
+        # One product for each row of the kernel; its sums run over all places of the outputs.
         leap = layer[DOWN] * across
         steps = (filters, NEXT, layer[RIGHT] * channels, leap, filters, wide * filters)
         for kernel in range(layer[KERNEL_HEIGHT]):
@@ -182,6 +188,7 @@ def send_convolution(
                 factor,
             )
     if layer[TRAINS_BIAS]:
+        # A sum over places is the product with a row of ones. A step of 0 repeats a single one.
         fill(scratch[:1], ONE)
         shape = (NEXT, filters, high * wide, NEXT)
         steps = (STAY, STAY, STAY, STAY, filters, STAY)
@@ -197,6 +204,7 @@ def pool(layer: np.ndarray, image: np.ndarray, outputs: np.ndarray) -> None:
     steps = (layer[WIDTH] * channels, channels)
     for window in range(layer[OUT_HEIGHT] * layer[OUT_WIDTH]):
         corner = _corner(layer, window)
+        # A vector holds the same place in several channels, which are neighbours in memory.
         for channel in range(0, channels, LANES):
             into, values = outputs[window * channels + channel :], image[corner + channel :]
             if layer[KIND] == POOL:

@@ -1,4 +1,4 @@
-"""What `network` and the machine code of `sgd` agree on: memory layout and types of arguments.
+"""Memory layout of a chain of layers, and types of arguments, which `network` and `sgd` share.
 
 This module imports nothing, because a process that trains must not load Numba.
 """

@@ -66,6 +66,7 @@ class Library:
         address = self._engine.get_function_address(name)
         numbers = [ctypes.c_int64] * len(SIGNATURES[name])
         call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *numbers)(address)
+        # Nobody reads the result or the error, so both may lie in the same place.
         nowhere = ctypes.byref(ctypes.c_int64())
 
         def run(*arguments: int | np.ndarray) -> None:

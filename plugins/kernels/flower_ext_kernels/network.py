@@ -71,6 +71,7 @@ class CompiledNetwork:
             for leaf, parameter in layer.module.named_parameters():
                 self.parts[f"{layer.name}.{leaf}"] = Part(start=self.size, shape=parameter.shape)
                 self.size += parameter.numel()
+        # Every model begins on a cache line, so that two threads never write to the same one.
         self.size = math.ceil(self.size / LINE) * LINE
         self._dropped = [layer.inputs for layer in layers if layer.kind == DROP]
         self.images = any(layer.window is not None for layer in layers)
@@ -156,6 +157,7 @@ class CompiledNetwork:
             given = [column[first:last] for column in columns]
             _library().train(*given, last - first, table, len(self.layers), self.size, *memory)
 
+        # Each thread has its own working memory, and trains a run of neighbouring jobs.
         parts = min(self._threads(), len(jobs))
         ends = [len(jobs) * part // parts for part in range(parts + 1)]
         with ThreadPoolExecutor(parts) if parts > 1 else nullcontext() as pool:

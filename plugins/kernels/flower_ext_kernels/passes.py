@@ -94,13 +94,15 @@ def forward(
     count = len(rows)
     above = used_draws = 0
     for layer in layers:
+        # Where one layer writes its outputs, the next one reads its inputs. Positions are those of
+        # a full mini-batch, also if this one has fewer rows.
         below, above = most * layer[ACROSS], most * (layer[ACROSS] + layer[INPUTS])
         inputs = outputs[below:][: count * layer[INPUTS]]
         if layer[KIND] == DENSE:
             fetched = ahead if below == 0 else nothing(inputs)
             multiply(weights, layer, outputs, below, above, count, fetched)
         elif layer[KIND] == NORM:
-            scales = norms[len(outputs) + above :]
+            scales = norms[len(outputs) + above :]  # in the second half of ``norms``
             normalise(weights, layer, inputs, outputs[above:], norms[above:], scales)
         elif layer[KIND] == DROP:
             drop(layer, drawn[used_draws:], inputs, outputs[above:])
@@ -132,6 +134,7 @@ def _slopes_of_loss(
     count = len(rows)
     classes = len(logits) // count
     for start in range(0, len(logits), classes):
+        # Without the largest logit no exponential overflows, and the quotients stay the same.
         largest = logits[start]
         for label in range(start + 1, start + classes):
             largest = max(largest, logits[label])
@@ -187,6 +190,7 @@ def backward(
 ) -> None:
     """Run the backward pass: add ``factor`` · gradient to ``into``, which may be ``weights``."""
     outputs, slopes, norms, scratch = arrays
+    # Layers below the lowest trained one need no slopes. Draws are used from the last one back.
     lowest, used_draws = 0, len(drawn)
     while not (layers[lowest, TRAINS_WEIGHT] or layers[lowest, TRAINS_BIAS]):
         lowest += 1
@@ -206,6 +210,7 @@ def backward(
             send_norm(layer, upper, unscaled, into, factor)
         elif layer[KIND] == IMAGE_NORM:
             channel_scratch = carray(scratch, 3 * layer[CHANNELS])
+            # All slopes first: ``into`` may be the weights, which the slopes depend on.
             for row in range(count if number > lowest else 0):
                 place = above + row * high
                 unscaled, scales = norms[place:], norms[len(outputs) + place :]

@@ -22,11 +22,13 @@ STAY: Any = np.int64(0)
 NEXT: Any = np.int64(1)
 """0 and 1 with a type, because Numba would compile `add_product` again for each literal."""
 
+# With NumPy's rules a division by zero gives infinity or NaN, and no code has to raise an error.
 loops = njit(error_model="numpy")
 # Allows sums in any order, as vector registers need; NaN and infinity keep their meaning.
 sums = njit(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 
-_HALF, _LEAST = np.float32(0.5), np.float32(-87)
+_HALF = np.float32(0.5)
+_LEAST = np.float32(-87)  # below about −87.3, e^x is smaller than the smallest normal number
 _PER_LN2 = np.float32(1 / math.log(2))
 _LN2_HIGH = np.float32(0.693359375)  # so few digits that its products with n are exact
 _LN2_LOW = np.float32(math.log(2) - 0.693359375)
@@ -61,6 +63,7 @@ def fetch(values: np.ndarray, begin: int, size: int) -> None:
 @loops
 def lines(values: np.ndarray, parts: int) -> int:
     """Return the length of each of ``parts`` parts of ``values``, a multiple of `LINE`."""
+    # Parts may be a line too long, because `fetch` stops at the end of the values.
     return int(len(values) // (LINE * parts) + 1) * LINE
 
 
@@ -119,6 +122,8 @@ def add_product(
 @loops
 def share(count: int, most: int) -> int:
     """Return the size of parts when ``count`` is divided evenly into parts of at most ``most``."""
+    # Seven rows make tiles of four and three rows. A tile with a single row would load as many
+    # vectors of the other matrix as a full one.
     parts = -(-count // most)
     return -(-count // parts)
 

@@ -114,7 +114,7 @@ def train(
         )
         weights = carray(numbers[first_number + WEIGHTS], size)
         copy(carray(numbers[first_number + START], size), weights)
-        following = min(job + 1, jobs - 1)
+        following = min(job + 1, jobs - 1)  # the last job fetches its own, in vain
         features_ahead = min(count_of[following, COUNT] * layers[0, INPUTS], _MOST_AHEAD)
         _descend(
             weights,
@@ -191,6 +191,7 @@ def _descend(
     first_inputs = arrays[0]
     rate, beta = np.float32(rates[LEARNING_RATE]), np.float32(rates[MOMENTUM])
     radius, pull = np.float32(rates[SAM_RADIUS]), np.float32(rates[PULL])
+    # Plain SGD adds each gradient to the weights right away, and needs no array for it.
     plain = beta == 0 and radius == 0 and not has_terms
     models = carray(model_scratch, (3, len(weights)))
     velocity, climb, climbed = models[0], models[1], models[2]
@@ -198,13 +199,15 @@ def _descend(
         fill(velocity, ZERO)
     none = nothing(weights)
     # The forward pass fetches a part before each tile. If these parts would be too large, the
-    # backward pass fetches parts too.
+    # backward pass fetches parts too. Only the first layer fetches, and only if it is dense: it is
+    # usually the largest, so its many tiles leave time for many small parts.
     bursts = counts[STEPS] * tiles(layers[0], most)
     passes = 1 + int(len(ahead[0]) + len(ahead[1]) > _BURST * bursts)
     point, first, begin, used_draws = weights, 0, 0, 0
     for step in range(counts[STEPS]):
         soon = _part(ahead, passes * step, passes * counts[STEPS])
         later = _part(ahead, passes * step + 1, passes * counts[STEPS]) if passes > 1 else none
+        # ``begin`` is where this epoch's order begins, and ``first`` the first row of the step.
         rows = carray(order, begin + count)[begin + first :][: min(most, count - first)]
         for place, row in enumerate(rows):
             copy(features[row], first_inputs[place * features.shape[1] :])
@@ -267,7 +270,7 @@ def _add_terms(
 @loops
 def _climb(weights: np.ndarray, slope: np.ndarray, radius: np.float32, into: np.ndarray) -> None:
     """Write SAM's point w + q g/‖g‖, with g = ``slope``, to ``into``; w itself if g is 0."""
-    total = 0.0
+    total = 0.0  # in double precision, so that small squares count next to a large sum
     for value in slope:
         total += value * value
     scale = radius / np.float32(math.sqrt(total)) if total > 0 else ZERO

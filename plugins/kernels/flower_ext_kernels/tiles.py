@@ -21,6 +21,8 @@ from numba.extending import intrinsic
 _MANY = llvm.get_host_cpu_features().get("avx512f", False)
 LANES = 16 if _MANY else 8
 """Numbers in a vector of this processor."""
+# A tile needs a register for each sum, for each vector of one matrix, and for one vector of the
+# other: 25 + 5 + 1 of the 32 registers of AVX-512, or 12 + 2 + 1 of the 16 of AVX2.
 HIGH, WIDE = (5, 5) if _MANY else (6, 2)
 """Most rows of a tile, and most vectors in a row (columns for `dot_tile`); all of a tile's sums fit
 the registers."""
@@ -98,6 +100,7 @@ class _Vectors:
 
     def variable(self) -> Any:
         """Return the address of a new vector variable, which begins as zero."""
+        # LLVM keeps the variable in a register, although the code names an address in memory.
         made = cgutils.alloca_once(self.builder, _VECTOR)  # type: ignore[no-untyped-call]
         self.builder.store(_NOTHING, made)
         return made
@@ -135,6 +138,8 @@ def _multiplied(
         )
         vectors = _Vectors(builder)
         rows, columns, inner, outer = shape
+        # Registers have no index, so there is separate code for each number of rows and vectors. A
+        # row of whole vectors has code without a mask, for the reason in `_Vectors.store`.
         last = builder.sub(columns, _WHOLE(1))
         needed = builder.sdiv(last, _WHOLE(LANES))
         full = builder.icmp_signed("==", builder.srem(columns, _WHOLE(LANES)), _WHOLE(0))
@@ -182,6 +187,7 @@ def _tile(
                 vectors.load(vectors.place(other, number * LANES), mask)
                 for number, mask in enumerate(masks)
             ]
+            # Every loaded vector serves all rows, and every number of the left matrix all vectors.
             for row in range(high):
                 value = builder.load(vectors.place(one, vectors.product(row, left_row)))
                 value = vectors.every(value)
@@ -231,6 +237,8 @@ def _dot_tile(
     into_row, left_row, right_row = steps
     lefts = [vectors.place(left, vectors.product(row, left_row)) for row in range(high)]
     rights = [vectors.place(right, vectors.product(row, right_row)) for row in range(wide)]
+    # The numbers along the sum are neighbours in both matrices. Each lane therefore sums a part of
+    # them, and only at the end are the lanes added up.
     sums = [[vectors.variable() for _ in rights] for _ in lefts]
 
     def add(step: Any, mask: Any | None) -> None:
@@ -318,6 +326,7 @@ def _send(
     builder.store(vectors.load(slopes, mask), left)
     with vectors.cells(shape, steps) as step:
         loaded = vectors.load(vectors.place(values, step), mask)
+        # "ueq" is also true if the maximum is NaN, so that its slope goes somewhere, too.
         hit = builder.fcmp_unordered("ueq", loaded, best)
         place, rest = vectors.place(into, step), builder.load(left)
         old = vectors.load(place, mask)
