@@ -30,7 +30,9 @@ from flower_ext_lattice.settings import (
 )
 
 _CUT_BITS = 64 - 8 * FIRST_WORD_BYTES
+"""Number of the lowest bits of a word of c0, which a silo does not send."""
 _SQUARES = 512
+"""Partial sums of squares, so that additions do not wait for one another."""
 _HALF_STEP = 2 ** (STEP_BITS - 1)
 _EXCESS = 1 - MODULUS / 2**96
 """Relative excess of a step over 2^24 after the switch from the modulus q to the modulus 2^64. The
@@ -107,6 +109,7 @@ class EncryptedSum:
             `OpenedWeights.encryptions`.
         """
         scale = 1.0 / self._settings.step
+        # True for each update after which a total is full: see `ROOM`.
         reducing = [(self._added + at) % ROOM == ROOM - 1 for at in range(len(updates))]
 
         def work(parts: Sequence[tuple[Group, int]]) -> list[Reals]:
@@ -161,13 +164,18 @@ class EncryptedSum:
             for group in groups:
                 residues, errors, dither = self._rerandomised(group)
                 count = group.coordinates.stop - group.coordinates.start
+                # Whole steps: the dither covers everything below one step, so that the sum modulo
+                # a step tells nothing.
                 steps = np.rint(noise[group.coordinates] / settings.step).astype(np.float64)
+                # No word of c0 beyond the coordinates leaves the silo. It would have no noise, and
+                # show who takes part.
                 words_of_c0 = ring.switch(
                     np.ascontiguousarray(residues[:, 0, :count]), steps, dither[:count]
                 )
                 words_of_c1 = ring.switch(
                     np.ascontiguousarray(residues[:, 1]), np.zeros(len(errors)), errors
                 )
+                # Mask whole words, because masks cancel modulo 2^64, and only then drop bytes.
                 for key, subtract in masks:
                     apply_mask(derive(key, "first", group.number), words_of_c0, subtract=subtract)
                     apply_mask(derive(key, "second", group.number), words_of_c1, subtract=subtract)
@@ -182,6 +190,8 @@ class EncryptedSum:
 
     def _rerandomised(self, group: Group) -> tuple[Reals, NDArray[np.int64], NDArray[np.int64]]:
         """Return three arrays: c + r · pk (2 primes, 2 parts, words), fresh errors e2, dithers."""
+        # The server knows every a_u, so c1 = Σ V_su · a_u alone would reveal the updates. The fresh
+        # encryption of zero, (r · pk0, r · pk1 + e2), makes c1 look uniform.
         stream, count = Stream.fresh(), group.lanes * DEGREE
         fresh = group.spread(stream.ternary(count))
         errors, dither = stream.errors(count), stream.dither(count, WEIGHT_BITS)
@@ -216,7 +226,9 @@ def decrypted(
             words = first[group.coordinates].view(np.int64)
             words += _opened(group, secret, second[group.words])[: len(words)]
             words -= middle
+            # Make a step exactly 2^24. The correction has so few bits that float64 suffices.
             words -= np.rint(words * _EXCESS).astype(np.int64)
+            # Round, because the digits below a step depend on s and on users who were not drawn.
             result[group.coordinates] = (words + _HALF_STEP >> STEP_BITS) * settings.step
         return [None] * len(groups)
 
@@ -231,6 +243,7 @@ def _add(
     group: Group,
 ) -> None:
     """Add the words of all silos to ``first`` and ``second``, in place."""
+    # Sums wrap modulo 2^64, where the silos' masks cancel.
     for message in sums:
         words = np.frombuffer(message.first, np.uint8).reshape(-1, FIRST_WORD_BYTES)
         raw = np.zeros((len(first), 8), np.uint8)
@@ -241,6 +254,8 @@ def _add(
 
 def _opened(group: Group, secret: SecretKey, second: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Return c1 · s modulo 2^64."""
+    # As signed numbers, words of c1 are at most 2^63, and coefficients of c1 · s at most 2^75. The
+    # product modulo q is therefore the product itself, which `ring.add_joined` takes modulo 2^64.
     spread = group.spread(second.view(np.int64))
     residues = np.empty((2, len(second)))
     for prime in range(len(PRIMES)):

@@ -47,6 +47,7 @@ class Prime:
     @cached_property
     def _root(self) -> int:
         """Return a number whose n-th power is -1."""
+        # The n-th power of this root is base^((q − 1) / 2), which is −1 for half of all bases.
         for base in range(2, 100):
             root = pow(base, (self.value - 1) // (2 * DEGREE), self.value)
             if pow(root, DEGREE, self.value) == self.value - 1:
@@ -154,7 +155,7 @@ def _alternating(polynomials: Reals) -> Reals:
 
 def transformed(polynomials: Reals, prime: int) -> Reals:
     """Return the transforms, reduced, of polynomials (count, DEGREE)."""
-    nothing = np.empty((0, DEGREE)), np.empty((0, GROUP))
+    nothing = np.empty((0, DEGREE)), np.empty((0, GROUP))  # products with no polynomial
     result = np.empty(polynomials.shape)
     for start in range(0, len(polynomials), LANES):
         part = polynomials[start : start + LANES]
@@ -194,6 +195,7 @@ def reduce(x: Reals, prime: int) -> None:
 def multiplied(x: Reals, y: Reals, prime: int) -> Reals:
     """Return x · y as nonnegative residues, for x below 2^50 and y below q / 2 in magnitude."""
     q = PRIMES[prime].value
+    # Both products wrap modulo 2^64, but their difference is small, and therefore exact.
     quotient = np.rint(x * (y / q)).astype(np.int64)
     return ((x.astype(np.int64) * y.astype(np.int64) - quotient * q) % q).astype(np.float64)
 

@@ -53,6 +53,8 @@ class Stream:
         Each number is a byte modulo 3; bytes of 255 are skipped.
         """
         accepted = np.empty(0, np.uint8)
+        # One byte in 256 is skipped, because 256 is no multiple of 3. A few more bytes than needed
+        # therefore nearly always suffice.
         while len(accepted) < count:
             drawn = self.octets(count - len(accepted) + count // 200 + 16)
             accepted = np.concatenate([accepted, drawn[drawn < _TERNARY_LIMIT]])
@@ -63,7 +65,7 @@ class Stream:
 
         Each sample is the number of ones in 21 bits minus the number of ones in 21 other bits.
         """
-        drawn = self.words(count)
+        drawn = self.words(count)  # 42 of the 64 bits are used
         ones = _ones(drawn & _ERROR_MASK)
         return ones - _ones(drawn >> np.uint64(ERROR_BOUND) & _ERROR_MASK)
 
@@ -72,7 +74,7 @@ class Stream:
 
         Draws of 48 bits that are not below the prime are skipped.
         """
-        accepted = np.empty(0)
+        accepted = np.empty(0)  # skips are rarer than 1 in 10^9: the primes are just below 2^48
         while len(accepted) < count:
             raw = np.zeros((count - len(accepted) + 4, 8), np.uint8)
             raw[:, :RESIDUE_BYTES] = self.octets(len(raw) * RESIDUE_BYTES).reshape(len(raw), -1)

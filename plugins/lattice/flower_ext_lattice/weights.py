@@ -78,8 +78,10 @@ def encrypt(
         masks = _masks(public_seed, label, places)
         words[:, places.start : places.stop] = secret.encryptions(masks, drawn_errors)
     for place in range(users):
+        # Entry i holds W[x_u − i], which for i = ρ_u is W[N_u], in a column for each y_u.
         weights = table[(shifted[place] - np.arange(size)) % size, None]
         weights = weights * np.array(columns.drawn[place])
+        # The word ``words[prime, place, 0]`` is β_u, which is sent only inside the entries.
         entries = [
             (int(words[prime, place, 0]) + weights) % modulus.value
             for prime, modulus in enumerate(PRIMES)
@@ -90,6 +92,7 @@ def encrypt(
             for i in range(size)
         )
         text = text ^ np.frombuffer(pads, np.uint8)
+        # The pad of an entry covers both columns, so a column needs a pad of its own.
         if columns.keys:
             column_pads = [_column_pad(settings, key, label, place) for key in columns.keys[place]]
             text ^= np.stack(column_pads, axis=1).reshape(-1)
@@ -133,6 +136,7 @@ class OpenedWeights:
         shape = (2, users, DEGREE - 1)
         ring.from_words(message.words, shape, name="weights")  # refuses large words
         self._words = np.frombuffer(message.words, np.uint8).reshape(*shape, RESIDUE_BYTES)
+        # The silos hold one key for each user. All other entries look random to them.
         opened = bytearray()
         for place, (key, shift) in enumerate(zip(keys, shifts, strict=True)):
             column = columns[place][0] if columns else 0
@@ -154,6 +158,7 @@ class OpenedWeights:
 
     def encryptions(self, places: Sequence[int]) -> Reals:
         """Return, for each place, the transforms (2 primes, 2 parts, DEGREE) of (b_u, a_u)."""
+        # Computed for each use: transforms take 128 KB per user, and their words only 48 KB.
         words = np.empty((2, len(places), DEGREE))
         words[:, :, 0] = self._constants[:, places]
         raw = np.ascontiguousarray(self._words[:, places])
