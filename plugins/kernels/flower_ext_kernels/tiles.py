@@ -181,15 +181,15 @@ def _tile(
         lefts = vectors.place(left, vectors.product(turn, left_outer))
         rights = vectors.place(right, vectors.product(turn, right_outer))
         with vectors.loop(inner) as step:
-            one = vectors.place(lefts, vectors.product(step, left_inner))
-            other = vectors.place(rights, vectors.product(step, right_inner))
+            left_step = vectors.place(lefts, vectors.product(step, left_inner))
+            right_step = vectors.place(rights, vectors.product(step, right_inner))
             loaded = [
-                vectors.load(vectors.place(other, number * LANES), mask)
+                vectors.load(vectors.place(right_step, number * LANES), mask)
                 for number, mask in enumerate(masks)
             ]
             # Every loaded vector serves all rows, and every number of the left matrix all vectors.
             for row in range(high):
-                value = builder.load(vectors.place(one, vectors.product(row, left_row)))
+                value = builder.load(vectors.place(left_step, vectors.product(row, left_row)))
                 value = vectors.every(value)
                 for number, place in enumerate(sums[row]):
                     builder.store(vectors.fused(value, loaded[number], builder.load(place)), place)
@@ -245,8 +245,8 @@ def _dot_tile(
         loaded = [vectors.load(vectors.place(begin, step), mask) for begin in rights]
         for begin, places in zip(lefts, sums, strict=True):
             value = vectors.load(vectors.place(begin, step), mask)
-            for other, place in zip(loaded, places, strict=True):
-                builder.store(vectors.fused(value, other, builder.load(place)), place)
+            for factor, place in zip(loaded, places, strict=True):
+                builder.store(vectors.fused(value, factor, builder.load(place)), place)
 
     whole = builder.sdiv(inner, _WHOLE(LANES))
     with vectors.loop(whole) as number:
@@ -322,16 +322,16 @@ def _send(
     """Add slopes to the cells with the maxima; see `send_to_largest`."""
     builder = vectors.builder
     best = builder.load(_maxima(vectors, values, mask, shape, steps))
-    left = vectors.variable()  # the slopes that no cell has received yet
-    builder.store(vectors.load(slopes, mask), left)
+    unsent = vectors.variable()  # the slopes that no cell has received yet
+    builder.store(vectors.load(slopes, mask), unsent)
     with vectors.cells(shape, steps) as step:
         loaded = vectors.load(vectors.place(values, step), mask)
         # "ueq" is also true if the maximum is NaN, so that its slope goes somewhere, too.
         hit = builder.fcmp_unordered("ueq", loaded, best)
-        place, rest = vectors.place(into, step), builder.load(left)
+        place, rest = vectors.place(into, step), builder.load(unsent)
         old = vectors.load(place, mask)
         vectors.store(builder.fadd(old, builder.select(hit, rest, _NOTHING)), place, mask)
-        builder.store(builder.select(hit, _NOTHING, rest), left)
+        builder.store(builder.select(hit, _NOTHING, rest), unsent)
 
 
 def _maxima(vectors: _Vectors, values: Any, mask: Any, shape: Any, steps: Any) -> Any:
