@@ -141,7 +141,7 @@ class Member(JsonRecord):
             raise ProtocolError(
                 f"keys[{index}]: expected the keys that this member sent, unchanged"
             )
-        self._check_neighbours(set(keys))
+        self._check_neighbors(set(keys))
         if identities is not None:
             identities.check(context, keys)
         halves = [part for pair in (self._public, *keys.values()) for part in key_pair(pair)]
@@ -196,7 +196,7 @@ class Member(JsonRecord):
                 f"values of {values.dtype} in shape {values.shape}: expected {context.dtype} in "
                 f"shape {(context.length,)}"
             )
-        self._check_neighbours(set(message.sealed))
+        self._check_neighbors(set(message.sealed))
         if not set(message.sealed) <= set(self.keys):
             unknown = sorted(set(message.sealed) - set(self.keys))
             raise ProtocolError(
@@ -296,12 +296,12 @@ class Member(JsonRecord):
                 "takes part in signed rounds only: set signed-sums=true in the run config"
             )
 
-    def _check_neighbours(self, members: set[int]) -> None:
-        neighbours = set(self.invitation.neighbours)
-        if not members <= neighbours:
+    def _check_neighbors(self, members: set[int]) -> None:
+        neighbors = set(self.invitation.neighbors)
+        if not members <= neighbors:
             raise InvalidValue(
-                f"members {sorted(members - neighbours)}: expected only this member's neighbours, "
-                f"{sorted(neighbours)}"
+                f"members {sorted(members - neighbors)}: expected only this member's neighbours, "
+                f"{sorted(neighbors)}"
             )
         if len(members) < self.context.threshold:
             raise ProtocolError(
