@@ -7,6 +7,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property
 from logging import getLogger
 from typing import Any, ClassVar
@@ -38,8 +39,23 @@ log = getLogger("flwr")
 _SEED = "seed"
 COUNTS = "counts"
 """Purpose of the masks on the users' numbers of records."""
-_STAGE_OF = {BEGIN: "new", KEYS: "new", COUNT: "keyed", DRAW: "counted"}
-"""Stage of the set-up in which a silo takes each step."""
+
+
+class SiloStage(Enum):
+    """The part of the set-up that a silo has completed: nothing, the keys, or the counts."""
+
+    NEW = "new"
+    KEYED = "keyed"
+    COUNTED = "counted"
+
+
+_STAGE_OF = {
+    BEGIN: SiloStage.NEW,
+    KEYS: SiloStage.NEW,
+    COUNT: SiloStage.KEYED,
+    DRAW: SiloStage.COUNTED,
+}
+"""Stage in which a silo takes each step."""
 
 
 @dataclass(repr=False)
@@ -77,7 +93,7 @@ class SiloParty(JsonRecord, ABC):
         self.save: Callable[[bytes], None] = lambda state: None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(index={self.index}, stage={self._stage})"
+        return f"{type(self).__name__}(index={self.index}, stage={self._stage.value})"
 
     @property
     def fingerprint(self) -> str:
@@ -166,18 +182,21 @@ class SiloParty(JsonRecord, ABC):
 
     def _check_opening(self, number: int) -> None:
         """Raise a ProtocolError unless the silo may begin its sum of round ``number``."""
-        self._expect("counted")
+        self._expect(SiloStage.COUNTED)
         self.settings.check_round(number, self.last_round)
 
     @property
-    def _stage(self) -> str:
-        return "counted" if self.counts else "keyed" if self.silo_keys else "new"
+    def _stage(self) -> SiloStage:
+        # Derived from the stored fields, so that a restored silo cannot be in a different stage.
+        if self.counts:
+            return SiloStage.COUNTED
+        return SiloStage.KEYED if self.silo_keys else SiloStage.NEW
 
-    def _expect(self, stage: str) -> None:
-        if self._stage != stage:
+    def _expect(self, stage: SiloStage) -> None:
+        if self._stage is not stage:
             raise ProtocolError(
-                f"silo {self.index} is in stage {self._stage}: expected stage {stage}; take the "
-                "steps of the set-up in order, each once"
+                f"silo {self.index} is in stage {self._stage.value}: expected stage {stage.value}; "
+                "take the steps of the set-up in order, each once"
             )
 
     def _take_keys(self, question: bytes) -> bytes:
