@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum, auto
 from typing import Any
 
@@ -277,8 +277,10 @@ class Member(JsonRecord):
         return public_of(self.mask_private) + public_of(self.channel_private)
 
     def _forget(self, **kept: Any) -> None:
-        """Delete what no later step needs."""
-        vars(self).update(vars(Member(invitation=self.invitation, **kept)))
+        """Delete what no later step needs: reset all fields but ``invitation`` and ``kept``."""
+        reset = Member(invitation=self.invitation, **kept)
+        for part in fields(self):
+            setattr(self, part.name, getattr(reset, part.name))
 
     def _expect(self, stage: MemberStage) -> None:
         if self.stage is not stage:
