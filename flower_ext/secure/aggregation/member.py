@@ -9,13 +9,10 @@ from enum import Enum, auto
 from typing import Any
 
 import numpy as np
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.json_record import JsonRecord
 from flower_ext.secure.aggregation.aggregation_messages import (
-    KEY_BYTES,
     OF_KEY,
     OF_SEED,
     Advert,
@@ -39,9 +36,7 @@ from flower_ext.secure.aggregation.mask_streams import (
     share_hash,
 )
 from flower_ext.secure.aggregation.shamir import SHARE_BYTES, TokenBytes, field_value, split
-from flower_ext.secure.labels import check_public, public_of
-
-_NONCE_BYTES = 12
+from flower_ext.secure.labels import KEY_BYTES, check_public, decrypt, encrypt, public_of
 
 
 class MemberStage(Enum):
@@ -156,10 +151,9 @@ class Member(JsonRecord):
         of_key = split(self.mask_private, points, context.threshold, token_bytes)
         sealed = {}
         for other in sorted(keys):
-            nonce = token_bytes(_NONCE_BYTES)
-            text = of_seed[other + 1] + of_key[other + 1]
-            cipher = self._cipher(keys[other], sender=index, receiver=other)
-            sealed[other] = nonce + cipher.encrypt(nonce, text, context.digest)
+            key = self._channel_key(keys[other], sender=index, receiver=other)
+            both = of_seed[other + 1] + of_key[other + 1]
+            sealed[other] = encrypt(key, both, context.digest, token_bytes=token_bytes)
             for kind, share in ((OF_SEED, of_seed[other + 1]), (OF_KEY, of_key[other + 1])):
                 # The server later recognises a wrong share by its hash, and blames its holder.
                 sealed[other] += share_hash(
@@ -311,20 +305,17 @@ class Member(JsonRecord):
                 f"threshold={self.context.threshold}"
             )
 
-    def _cipher(self, public: bytes, *, sender: int, receiver: int) -> ChaCha20Poly1305:
+    def _channel_key(self, public: bytes, *, sender: int, receiver: int) -> bytes:
         private, other = self.channel_private, key_pair(public)[1]
-        return ChaCha20Poly1305(
-            channel_key(self.context.digest, private, other, sender=sender, receiver=receiver)
-        )
+        return channel_key(self.context.digest, private, other, sender=sender, receiver=receiver)
 
     def _open(self, other: int, sealed: bytes) -> bytes:
         """Return a neighbour's two shares, of its seed and its mask key; empty if unreadable."""
-        cipher = self._cipher(self.keys[other], sender=other, receiver=self.index)
-        nonce, text = sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:]
+        key = self._channel_key(self.keys[other], sender=other, receiver=self.index)
         try:
-            both = cipher.decrypt(nonce, text, self.context.digest)
+            both = decrypt(key, sealed, self.context.digest)
             field_value(both[:SHARE_BYTES])
             field_value(both[SHARE_BYTES:])
-        except (InvalidTag, InvalidValue):
+        except InvalidValue:
             return b""
         return both
