@@ -32,14 +32,12 @@ from typing import Literal
 
 import numpy as np
 
+from flower_ext.algorithms.uldp.silo_answers import ONE_BY_ONE, answer_server, ask_silos
 from flower_ext.algorithms.uldp.silo_training import UsersTotal, WeightedTotal, users_training
 from flower_ext.algorithms.uldp.weights import (
     DISCLOSURES,
-    ONE_BY_ONE,
     RATE,
     USERS,
-    answer_server,
-    ask_silos,
     check_weights,
     read_weights,
     user_weights,

@@ -25,7 +25,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from flower_ext.algorithms.uldp.weights import USERS, answer_server, ask_silos
+from flower_ext.algorithms.uldp.silo_answers import answer_server, ask_silos
+from flower_ext.algorithms.uldp.weights import USERS
 from flower_ext.checks import Count
 from flower_ext.data import Examples, limit_contributions
 from flower_ext.data import group_size as size_of
