@@ -130,7 +130,7 @@ class Apple(Method):
     relation_learning_rate : float
         η_2: learning rate of p_i.
     penalty : float
-        μ >= 0: initial strength of the pull of p_i towards equal shares.
+        μ >= 0: initial strength of the pull of p_i towards equal weights.
     penalty_rounds : int
         L: number of rounds over which the penalty fades to 0.
     local : LocalTraining
