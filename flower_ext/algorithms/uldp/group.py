@@ -53,7 +53,7 @@ from flower_ext.privacy import (
     seeded_generator,
 )
 from flower_ext.privacy.run_summary import RunSummary
-from flower_ext.training import DpSgdTraining, LocalTraining, train_dp_sgd
+from flower_ext.training import DpSgdTraining, train_dp_sgd
 
 LIMITS = "limits"
 DP_SGD = "dp-sgd."
@@ -138,11 +138,6 @@ class UldpGroup(Method):
                 f"plan={type(plan).__name__}: expected the plan that UldpGroup.plan(delta) "
                 "returns, because that plan computes ε for the DP-SGD in the method's ``local``"
             )
-
-    @property
-    def training(self) -> Mapping[str, LocalTraining]:
-        """An empty mapping: the method has no phases of `LocalTraining`, because it uses DP-SGD."""
-        return {}
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
         """Return what silos need: the number of users |U|, and the settings of DP-SGD."""

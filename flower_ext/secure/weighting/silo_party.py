@@ -40,7 +40,7 @@ COUNTS = "counts"
 """Purpose of the masks on the users' numbers of records."""
 
 
-class SiloStage(Enum):
+class Stage(Enum):
     """The part of the set-up that a silo has completed: nothing, the keys, or the counts."""
 
     NEW = "new"
@@ -48,12 +48,7 @@ class SiloStage(Enum):
     COUNTED = "counted"
 
 
-_STAGE_OF = {
-    BEGIN: SiloStage.NEW,
-    KEYS: SiloStage.NEW,
-    COUNT: SiloStage.KEYED,
-    DRAW: SiloStage.COUNTED,
-}
+_STAGE_OF = {BEGIN: Stage.NEW, KEYS: Stage.NEW, COUNT: Stage.KEYED, DRAW: Stage.COUNTED}
 """Stage in which a silo takes each step."""
 
 
@@ -181,17 +176,15 @@ class SiloParty(JsonRecord, ABC):
 
     def _check_opening(self, number: int) -> None:
         """Raise a ProtocolError unless the silo may begin its sum of round ``number``."""
-        self._expect(SiloStage.COUNTED)
+        self._expect(Stage.COUNTED)
         self.settings.check_round(number, self.last_round)
 
     @property
-    def _stage(self) -> SiloStage:
+    def _stage(self) -> Stage:
         # Derived from the stored fields, so that a restored silo cannot be in a different stage.
-        if self.counts:
-            return SiloStage.COUNTED
-        return SiloStage.KEYED if self.silo_keys else SiloStage.NEW
+        return Stage.COUNTED if self.counts else Stage.KEYED if self.silo_keys else Stage.NEW
 
-    def _expect(self, stage: SiloStage) -> None:
+    def _expect(self, stage: Stage) -> None:
         if self._stage is not stage:
             raise ProtocolError(
                 f"silo {self.index} is in stage {self._stage.value}: expected stage {stage.value}; "
