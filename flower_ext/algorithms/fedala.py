@@ -59,6 +59,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     weights = part(memory, WEIGHTS)
     if local := part(memory, MODEL):
         phase = "weights" if weights else "first_weights"
+        # Settings are numbers, so the name of a module travels in the name of a setting.
         modules = [n.removeprefix(ADAPTIVE) for n in work.settings if n.startswith(ADAPTIVE)]
         # W begins with ones, at which the mixture equals the shared model.
         ones = {name: torch.ones_like(p) for name, p in local.items() if matches(name, modules)}

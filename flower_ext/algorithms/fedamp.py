@@ -134,6 +134,7 @@ class FedAMP(Method):
                 name: received[name] + update.arrays[name] for name in model
             }
         clients = sorted(uploaded, key=int)
+        # In float32, the distance of two similar models would be lost to rounding.
         flat = np.stack([flattened(uploaded[client]).astype(np.float64) for client in clients])
         weights = attention(flat, width=self.attention_width, population=released.population)
         has_warned = FADING in state.server or self._warns_of_fading(flat, weights)

@@ -218,7 +218,7 @@ class UldpAvg(Method):
         if weights is None:
             return cohort  # the weighted sum computes the weights itself
         users = cohort.units
-        is_common = weights.shape[1] == 1
+        is_common = weights.shape[1] == 1  # one column then stands for all users
         if not is_common:
             weights = weights[:, np.asarray(users, dtype=np.int64)]
         check_weights(weights, self.num_silos, users, self.weighting)

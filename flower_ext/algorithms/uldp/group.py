@@ -62,6 +62,7 @@ DP_SGD = "dp-sgd."
 
 def local_update(work: ClientWork) -> LocalResult:
     """Train by DP-SGD on the kept records (lines 9–11)."""
+    # Settings are flat, so a prefix marks the fields of the `DpSgdTraining`.
     settings: dict[str, Any] = {
         name.removeprefix(DP_SGD): value
         for name, value in work.settings.items()

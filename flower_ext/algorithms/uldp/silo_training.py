@@ -128,6 +128,7 @@ def users_updates(
     )
     raised: list[Exception] = []
     everyone = [(silo, user) for silo, job in enumerate(jobs) for user in job.users]
+    # Users with about as many records train side by side, so their batches need little padding.
     everyone.sort(key=lambda pair: (-len(jobs[pair[0]].users[pair[1]]), pair[0]))
     for start in range(0, len(everyone), _PREPARED):
         chosen = everyone[start : start + _PREPARED]

@@ -110,7 +110,7 @@ def read_weights(work: ClientWork) -> np.ndarray:
         check_weights(of_sampled[np.newaxis], 1, users.tolist())
         weights = np.zeros(num_users)
         weights[users] = of_sampled
-        if RATE in work.settings:
+        if RATE in work.settings:  # the server listed all users, and the silos draw among them
             drawn = work.draw_users(PoissonSampling(num_users, work.settings[RATE]))
             weights[np.setdiff1d(users, drawn)] = 0.0
         return weights
