@@ -169,9 +169,7 @@ class SumServer:
         self._next(MaskedInput, set(self._answered))
         return {
             member: UnmaskRequest(
-                digest=self._context.digest,
-                answers=len(self._answered),
-                kinds=self._kinds(member),
+                digest=self._context.digest, answers=len(self._answered), kinds=self._kinds(member)
             )
             for member in sorted(self._answered)
         }

@@ -92,10 +92,7 @@ class Member(JsonRecord):
         return f"Member(index={self.index}, stage={self.stage.name})"
 
     def advertise(
-        self,
-        *,
-        identities: Identities | None = None,
-        token_bytes: TokenBytes = secrets.token_bytes,
+        self, *, identities: Identities | None = None, token_bytes: TokenBytes = secrets.token_bytes
     ) -> Advert:
         """Draw this round's secrets and return the public keys, for the server."""
         self._expect(MemberStage.NEW)
