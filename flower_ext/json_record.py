@@ -36,7 +36,7 @@ class JsonRecord:
         """Return all fields as values that JSON can hold."""
         record: Any = type(self)  # mypy takes the class of a frozen dataclass for unhashable
         kind = {"kind": self.kind} if self.kind else {}
-        return {**kind, **{name: _plain(getattr(self, name)) for name in _types(record)}}
+        return {**kind, **{name: _plain(getattr(self, name)) for name in field_types(record)}}
 
     def to_bytes(self) -> bytes:
         """Return all fields as JSON."""
@@ -47,7 +47,7 @@ class JsonRecord:
         """Return the record whose `to_dict` is ``values``; refuse values that fit no record."""
         try:
             record: Any = cls
-            types = _types(record)
+            types = field_types(record)
             names = {*types, "kind"} if cls.kind else {*types}
             if differing := sorted(names ^ values.keys()):
                 raise InvalidValue(
@@ -74,7 +74,8 @@ class JsonRecord:
 
 
 @cache
-def _types(cls: type) -> dict[str, Any]:
+def field_types(cls: type) -> dict[str, Any]:
+    """Return the type of each field of a dataclass, except fields marked `NOT_WRITTEN`."""
     hints = get_type_hints(cls)
     written = [field for field in fields(cls) if field.metadata != NOT_WRITTEN]
     return {field.name: hints[field.name] for field in written}

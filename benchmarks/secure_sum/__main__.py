@@ -42,7 +42,7 @@ def row(members: int, length: int) -> list[str]:
     masked = ours.mechanism_of(members).masked
     assert masked is not None
     sums = masked.parameters
-    there = legacy.round_cost(members, sums.neighbors, sums.threshold, length)
+    there = legacy.round_cost(members, sums.num_neighbors, sums.threshold, length)
     return [
         f"{members:,}",
         f"{length:,}",

@@ -127,9 +127,9 @@ class Clients:
             state.rd_seed_share_dict[source], state.sk1_share_dict[source] = seed, key
 
 
-def round_cost(members: int, neighbours: int, threshold: int, length: int) -> Cost:
+def round_cost(members: int, num_neighbors: int, threshold: int, length: int) -> Cost:
     """Run a round in which every tenth member is lost after sharing."""
-    near = neighbours + 1  # a client is its own neighbour
+    near = num_neighbors + 1  # a client is its own neighbour
     config: dict[str, Any] = {
         Key.SAMPLE_NUMBER: members,
         Key.SHARE_NUMBER: near,

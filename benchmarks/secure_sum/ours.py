@@ -86,10 +86,10 @@ def round_cost(members: int, length: int) -> Cost:
     mechanism = mechanism_of(members)
     assert mechanism.masked is not None
     parameters = mechanism.masked.parameters
-    neighbours = degree(members, parameters.neighbors)
-    graph = graph_of(np.random.default_rng().permutation(members).tolist(), neighbours)
+    num_neighbors = degree(members, parameters.num_neighbors)
+    graph = graph_of(np.random.default_rng().permutation(members).tolist(), num_neighbors)
     context = RoundContext(
-        **{**vars(parameters), "neighbors": neighbours},
+        **{**vars(parameters), "num_neighbors": num_neighbors},
         run=b"benchmark",
         round_number=1,
         graph=graph_digest(graph),
@@ -100,7 +100,7 @@ def round_cost(members: int, length: int) -> Cost:
     noising = _noising(mechanism, length)
     server = SumServer(context, graph)
     parties = [
-        Member(invitation=Invitation(context=context, index=index, neighbours=tuple(near)))
+        Member(invitation=Invitation(context=context, index=index, neighbors=tuple(near)))
         for index, near in enumerate(graph)
     ]
     values = np.arange(length, dtype=context.dtype)
@@ -132,7 +132,7 @@ def round_cost(members: int, length: int) -> Cost:
     sent = [*adverts, *shares, *revealed]
     sent += [*keys.values(), *deliveries.values(), *questions.values()]
     extra = sum(len(message.to_bytes()) for message in sent) / members
-    extra += len(context.to_bytes()) + 8 * neighbours
+    extra += len(context.to_bytes()) + 8 * num_neighbors
     return Cost(
         client=each.seconds / members + masking.seconds / MEASURED + noising,
         server=serving.seconds,

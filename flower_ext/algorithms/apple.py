@@ -78,6 +78,7 @@ def train_mixture(work: ClientWork, job: Job) -> tuple[Params, Tensor, Params]:
     problem = local_problem(work.task, job.params, terms=job.terms)
     others = {int(other): core for other, core in groups_under(f"{CORE}.", work.state).items()}
     clients = range(len(others) + 1)
+    # The client's core model came as the message's model, so the missing number is the client's.
     (index,) = set(clients) - set(others)
     models = [others.get(j, job.params) for j in clients]
     # Stack the core models: one product per name then mixes them, or gives the gradient for p.
@@ -102,6 +103,7 @@ def train_mixture(work: ClientWork, job: Job) -> tuple[Params, Tensor, Params]:
 
     for x, y in job_batches(work.task, job):
         slope = gradient(problem.loss_at, personal(), x, y)
+        # By the chain rule, the slope along p_j is the product of w_j and the gradient.
         along = sum(flat_rows(cores[name]) @ slope[name].flatten() for name in cores)
         for name, core in cores.items():
             rate = job.training.learning_rate * float(p[index])
@@ -130,7 +132,7 @@ class Apple(Method):
     relation_learning_rate : float
         η_2: learning rate of p_i.
     penalty : float
-        μ >= 0: initial strength of the pull of p_i towards equal shares.
+        μ >= 0: initial strength of the pull of p_i towards equal weights.
     penalty_rounds : int
         L: number of rounds over which the penalty fades to 0.
     local : LocalTraining

@@ -9,7 +9,7 @@ paper                 here
 Θ, Θ_i                the shared model (``arrays``), the local model: the client's memory
 W_i                   aggregation weights in [0, 1]: the client's memory
 p                     ``adaptive``: modules with weights W; all others start from the shared model
-s                     ``sample_share``
+s                     ``sample_fraction``
 η                     ``weight_learning_rate``
 ====================  =====================================================
 
@@ -59,11 +59,12 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     weights = part(memory, WEIGHTS)
     if local := part(memory, MODEL):
         phase = "weights" if weights else "first_weights"
+        # Settings are numbers, so the name of a module travels in the name of a setting.
         modules = [n.removeprefix(ADAPTIVE) for n in work.settings if n.startswith(ADAPTIVE)]
         # W begins with ones, at which the mixture equals the shared model.
         ones = {name: torch.ones_like(p) for name, p in local.items() if matches(name, modules)}
         # Each round draws a new sample of the client's records.
-        size = max(1, round(work.settings["sample_share"] * len(work.data.train)))
+        size = max(1, round(work.settings["sample_fraction"] * len(work.data.train)))
         rows = torch.randperm(len(work.data.train), generator=work.generator)[:size]
         sample = work.data.train.subset(rows.numpy())
         solve = partial(train_weights, work, weights or ones)
@@ -114,8 +115,8 @@ class FedALA(Method):
         module of the model ends the run before its first round.
     weight_learning_rate : float
         η: learning rate of W.
-    sample_share : float
-        s: share of the records on which W trains in a round, in (0, 1].
+    sample_fraction : float
+        s: fraction of the records on which W trains in a round, in (0, 1].
     first_passes : int
         Passes over the sample in a client's first training of W.
     local : LocalTraining
@@ -128,7 +129,7 @@ class FedALA(Method):
 
     adaptive: Sequence[str] = ("head",)
     weight_learning_rate: Positive = 1.0
-    sample_share: Fraction = 0.8
+    sample_fraction: Fraction = 0.8
     first_passes: Count = 10
     local: LocalTraining = LocalTraining()
 

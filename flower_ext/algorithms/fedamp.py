@@ -50,8 +50,8 @@ log = getLogger("flwr")
 UPLOADED, CLOUD, FADING = "uploaded.", "cloud.", "fading"
 """Groups in the state: each client's w_i, each client's u_i, and an empty group that shows that the
 server has already warned."""
-_LEAST_SHARE = 0.01
-"""The server warns if other clients make up less than this share of every cloud model."""
+_LEAST_WEIGHT = 0.01
+"""The server warns if other clients have less than this weight in every cloud model."""
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
@@ -134,6 +134,7 @@ class FedAMP(Method):
                 name: received[name] + update.arrays[name] for name in model
             }
         clients = sorted(uploaded, key=int)
+        # In float32, the distance of two similar models would be lost to rounding.
         flat = np.stack([flattened(uploaded[client]).astype(np.float64) for client in clients])
         weights = attention(flat, width=self.attention_width, population=released.population)
         has_warned = FADING in state.server or self._warns_of_fading(flat, weights)
@@ -147,7 +148,7 @@ class FedAMP(Method):
     def _warns_of_fading(self, models: NDArray[np.float64], weights: NDArray[np.float64]) -> bool:
         """Warn if every client's cloud model is almost its own model; return True if so."""
         most = 1.0 - float(np.diag(weights).min())
-        if len(models) < 2 or most >= _LEAST_SHARE:
+        if len(models) < 2 or most >= _LEAST_WEIGHT:
             return False
         pairs = np.triu_indices(len(models), k=1)
         median = float(np.median(_squared_distances(models)[pairs]))

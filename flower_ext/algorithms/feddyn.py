@@ -103,7 +103,7 @@ class FedDyn(Method):
         """Update h ← h − (α/m) Σ (θ_k − θ); return θ ← mean θ_k − h/α."""
         alpha, mean = self.regularization, released.mean
         # h is a mean over all m clients, so a client that did not answer counts with θ_k − θ = 0.
-        share = alpha * released.fraction
-        h = {name: array - share * mean[name] for name, array in state.server[H].items()}
+        weight = alpha * released.fraction
+        h = {name: array - weight * mean[name] for name, array in state.server[H].items()}
         moved, state = super().step(model, released, state)
         return {name: moved[name] - h[name] / alpha for name in model}, state.updated(server={H: h})

@@ -158,6 +158,7 @@ class Hosted(DPFedAvg):
     ) -> tuple[records.Arrays, State]:
         """Return the model that the Flower strategy computes from the accepted models."""
         replies = [self._reply(model, *each) for each in released.updates.items()]
+        # A round may lose clients, but the strategy begins no round with fewer nodes than it needs.
         cohort = max(self._least_replies, len(replies))
         server = self._configured(ConfigRecord(), model, state, cohort)
         arrays, _ = server.aggregate_train(_steps(state) + 1, replies)
@@ -180,12 +181,14 @@ class Hosted(DPFedAvg):
         Every attribute of the strategy that is a dict or a list of arrays is part of the result.
         """
         groups: dict[str, records.Arrays] = {_STEPS: {"taken": np.array([steps])}}
+        # Flower has no interface for a strategy's state: each strategy keeps moments in attributes
+        # with names of its own. Going by their type also covers subclasses that users write.
         for name, value in vars(server).items():
             members: Any = dict(enumerate(value)) if isinstance(value, list) else value
             if not isinstance(members, dict) or not members:
                 continue
             if all(isinstance(array, np.ndarray) for array in members.values()):
-                kind = type(value).__name__
+                kind = type(value).__name__  # for `_configured`, because a State has no lists
                 groups[f"{kind}.{name}"] = {str(key): array for key, array in members.items()}
         return State(server=groups)
 

@@ -55,7 +55,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     steps = work.training["local"].effective_steps(len(work.data.train))
 
     def renewed(released: Params) -> Params:
-        if steps == 0:
+        if steps == 0:  # a client without records has no gradient
             return client_control
         length = steps * work.training["local"].learning_rate
         return {n: c_i - control[n] - released[n] / length for n, c_i in client_control.items()}
@@ -112,6 +112,7 @@ class Scaffold(Method):
     def step(self, model: Arrays, released: Released, state: State) -> tuple[Arrays, State]:
         """Move x along the mean of y_i − x, and move c by (1/N) Σ Δc_i (lines 16–17)."""
         updates = released.updates.values()
+        # The rate of this round, because a schedule may change it between rounds.
         learning_rate = self.local.in_round(released.round).learning_rate
         control = {}
         for name, c in state.everyone[CONTROL].items():

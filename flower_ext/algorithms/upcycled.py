@@ -69,6 +69,80 @@ def proximal_ratio(*, proximal_weight: float, penalty: float) -> float:
     return proximal_weight / (proximal_weight + penalty)
 
 
+class _FlowerBase:
+    """A base strategy of Flower. Its clients receive the model alone."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        if type(strategy).start is not Strategy.start:
+            raise TypeError(
+                f"base={type(strategy).__name__}: expected a strategy that inherits Flower's "
+                "start(), because Upcycled would not run the strategy's own start()"
+            )
+        self.before: Mapping[str, Arrays] = {}
+        """The groups before the last odd round."""
+
+    def number(self, server_round: int) -> int:
+        """Return the number under which the base sees an odd round."""
+        return (server_round + 1) // 2
+
+    def replies(self, replies: Iterable[Message]) -> Iterable[Message]:
+        """Return a list, because some of Flower's strategies read the replies twice."""
+        return list(replies)
+
+    def groups(self, arrays: ArrayRecord) -> Mapping[str, Arrays]:
+        """Return all groups that an even round extrapolates."""
+        return {_MODEL: to_arrays(arrays)}
+
+    def restore(self, groups: Mapping[str, Arrays]) -> None:
+        """Give the base the extrapolated groups besides the model: there are none."""
+
+    def start(self, upcycled: Upcycled, *arguments: Any, **options: Any) -> Result:
+        """Run the rounds of ``upcycled``."""
+        return Strategy.start(upcycled, *arguments, **options)
+
+
+class _PackageBase:
+    """A base strategy of this package. Its clients may receive other arrays, such as SCAFFOLD's c.
+
+    The authors of Upcycled-FL extrapolate both in their experiments.
+    """
+
+    def __init__(self, strategy: FederatedStrategy) -> None:
+        if not strategy.method.one_model:
+            raise TypeError(
+                f"base={strategy.method.name}: expected a strategy with one shared model; this one "
+                "sends each client a model of its own, so no client would receive the shared model "
+                "that an even round extrapolates"
+            )
+        self._strategy = strategy
+
+    @property
+    def before(self) -> Mapping[str, Arrays]:
+        """The groups before the last odd round, which the run's checkpoint holds as well."""
+        return self._strategy.run.companions
+
+    @before.setter
+    def before(self, groups: Mapping[str, Arrays]) -> None:
+        self._strategy.run.companions = {**groups}
+
+    def number(self, server_round: int) -> int:
+        return server_round
+
+    def replies(self, replies: Iterable[Message]) -> Iterable[Message]:
+        return replies  # which are added up as they arrive
+
+    def groups(self, arrays: ArrayRecord) -> Mapping[str, Arrays]:
+        sent = self._strategy.run.method_state.everyone
+        return {_MODEL: to_arrays(arrays), **{_STATE + n: {**group} for n, group in sent.items()}}
+
+    def restore(self, groups: Mapping[str, Arrays]) -> None:
+        run, sent = self._strategy.run, {n.removeprefix(_STATE): g for n, g in groups.items()}
+        run.state = replace(run.method_state, everyone=sent)
+
+    def start(self, upcycled: Upcycled, *arguments: Any, **options: Any) -> Result:
+        return self._strategy.start(*arguments, **options, player=upcycled)
+
+
 class Upcycled(Strategy):
     """A strategy that trains like its base strategy in odd rounds and extrapolates in even rounds.
 
@@ -107,17 +181,9 @@ class Upcycled(Strategy):
             raise TypeError(f"base={base!r}: expected a flwr.serverapp strategy")
         if isinstance(base, Upcycled):
             raise TypeError("base=Upcycled: expected a strategy that is not upcycled already")
-        if isinstance(base, FederatedStrategy) and not base.method.one_model:
-            raise TypeError(
-                f"base={base.method.name}: expected a strategy with one shared model; this one "
-                "sends each client a model of its own, so no client would receive the shared model "
-                "that an even round extrapolates"
-            )
-        if not isinstance(base, FederatedStrategy) and type(base).start is not Strategy.start:
-            raise TypeError(
-                f"base={type(base).__name__}: expected a strategy that inherits Flower's start(), "
-                "because Upcycled would not run the strategy's own start()"
-            )
+        self._adapter = (
+            _PackageBase(base) if isinstance(base, FederatedStrategy) else _FlowerBase(base)
+        )
         if not callable(coefficient):
             if not isinstance(coefficient, int | float):
                 raise TypeError(
@@ -126,7 +192,6 @@ class Upcycled(Strategy):
                 )
             require_not_negative("coefficient", coefficient)
         self.base, self.coefficient = base, coefficient
-        self._before: Mapping[str, Arrays] = {}
         self._after: Mapping[str, Arrays] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -139,17 +204,12 @@ class Upcycled(Strategy):
     ) -> Iterable[Message]:
         """Return the base's messages in odd rounds, and no messages in even rounds."""
         if server_round % 2 == 0:
-            if not self._before and isinstance(self.base, FederatedStrategy):
-                # A resumed run reads from its checkpoint the arrays before its last odd round.
-                self._before = self.base.run.companions
-            self._after = self._groups(arrays)
+            self._after = self._adapter.groups(arrays)
             return []
         _follow(self.base, arrays)
-        number = self._base_round(server_round)
+        number = self._adapter.number(server_round)
         messages = self.base.configure_train(number, arrays, config, grid)
-        self._before = self._groups(arrays)
-        if isinstance(self.base, FederatedStrategy):
-            self.base.run.companions = self._before  # for the checkpoint
+        self._adapter.before = self._adapter.groups(arrays)
         return messages
 
     def aggregate_train(
@@ -157,42 +217,25 @@ class Upcycled(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return the base's aggregate in odd rounds, and the extrapolated model in even rounds."""
         if server_round % 2 == 1:
-            # Make a list, because some of Flower's strategies read the replies twice.
-            kept = replies if isinstance(self.base, FederatedStrategy) else list(replies)
-            return self.base.aggregate_train(self._base_round(server_round), kept)
+            number = self._adapter.number(server_round)
+            return self.base.aggregate_train(number, self._adapter.replies(replies))
         coefficient = self.coefficient
         if callable(coefficient):
             coefficient = coefficient(server_round // 2)
         require_not_negative(f"coefficient({server_round // 2})", coefficient)
         metrics = MetricRecord({"upcycling-coefficient": float(coefficient)})
-        before, after = self._before[_MODEL], self._after[_MODEL]
-        if all(np.array_equal(before[name], after[name]) for name in after):
+        before, after = self._adapter.before, self._after
+        if all(np.array_equal(before[_MODEL][n], array) for n, array in after[_MODEL].items()):
             return None, metrics  # the odd round failed: there is no step to reuse
-        moved = {
-            name: extrapolated(self._before[name], group, coefficient)
-            for name, group in self._after.items()
-        }
+        moved = {n: extrapolated(before[n], group, coefficient) for n, group in after.items()}
         model = moved.pop(_MODEL)
         require_finite(
             model,
             f"in the model after the extrapolation of Upcycled in round {server_round}",
             f"take smaller coefficients than {coefficient:g}",
         )
-        if isinstance(self.base, FederatedStrategy):
-            sent = {name.removeprefix(_STATE): group for name, group in moved.items()}
-            self.base.run.state = replace(self.base.run.method_state, everyone=sent)
+        self._adapter.restore(moved)
         return to_record(model), metrics
-
-    def _groups(self, arrays: ArrayRecord) -> dict[str, Arrays]:
-        """Return the model and all other arrays that the server sends, such as SCAFFOLD's c.
-
-        The authors of Upcycled-FL extrapolate both in their experiments.
-        """
-        groups = {_MODEL: to_arrays(arrays)}
-        if isinstance(self.base, FederatedStrategy):
-            sent = self.base.run.method_state.everyone
-            groups |= {_STATE + name: dict(group) for name, group in sent.items()}
-        return groups
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -213,15 +256,7 @@ class Upcycled(Strategy):
 
     def start(self, *arguments: Any, **options: Any) -> Result:
         """Run ``num_rounds`` rounds; the arguments are those of Flower's ``start``."""
-        if isinstance(self.base, FederatedStrategy):
-            return self.base.start(*arguments, **options, player=self)
-        return super().start(*arguments, **options)
-
-    def _base_round(self, server_round: int) -> int:
-        """Return the number under which the base sees an odd round."""
-        if isinstance(self.base, FederatedStrategy):
-            return server_round
-        return (server_round + 1) // 2
+        return self._adapter.start(self, *arguments, **options)
 
 
 def extrapolated(before: Arrays, after: Arrays, coefficient: float) -> Arrays:

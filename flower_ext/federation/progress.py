@@ -11,7 +11,8 @@ import numpy as np
 from flwr.app import Message
 
 from flower_ext.federation.records import payload_bytes
-from flower_ext.metrics.spread import is_loss, reported_by_most, summarize
+from flower_ext.metrics import summarize
+from flower_ext.metrics.reported import is_loss, reported_by_most
 from flower_ext.privacy import epsilon_text
 from flower_ext.privacy.guarantee import is_large
 from flower_ext.runs import RunWriter

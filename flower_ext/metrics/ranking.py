@@ -34,14 +34,14 @@ def average_precision(outputs: Tensor, targets: Tensor) -> float:
     """Return the area under the precision-recall curve, as a sum of steps.
 
     The parameters are as for `roc_auc`, and the result is NaN in the same cases. A model that
-    guesses has the share of class 1 as its average precision, and 0.5 as its area under the ROC
+    guesses has the fraction of class 1 as its average precision, and 0.5 as its area under the ROC
     curve.
     """
     return _of_scores("average_precision_score", outputs, targets)
 
 
 def concordance_index(scores: Tensor, targets: Tensor) -> float:
-    """Return Harrell's concordance index: the share of comparable pairs in the right order.
+    """Return Harrell's concordance index: the fraction of comparable pairs in the right order.
 
     Two patients are comparable if one patient had the event while the other was still observed. If
     both times are equal, the patient without the event counts as observed for longer. A pair is in

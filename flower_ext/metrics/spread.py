@@ -1,10 +1,9 @@
-"""Scores of many clients: how a score varies over clients, and how many clients report it."""
+"""The spread of a score over clients."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,26 +46,3 @@ def summarize(values: Sequence[float], *, lower_is_better: bool = False) -> Spre
         worst_decile=float(worst[: math.ceil(array.size / 10)].mean()),
         jain=1.0 if squares == 0 else float(array.sum() ** 2 / (array.size * squares)),
     )
-
-
-def reported_by_most(by_client: Iterable[Mapping[str, float]]) -> set[str]:
-    """Return the metrics that more than half of the clients report."""
-    everyone = list(by_client)
-    return set().union(*everyone) - reported_by_few(everyone).keys()
-
-
-def reported_by_few(by_client: Iterable[Mapping[str, float]]) -> dict[str, int]:
-    """Return, for each metric that at most half of the clients report, how many clients report it.
-
-    The metric that most clients report comes first. A client leaves out a score that failed or that
-    is not finite.
-    """
-    everyone = list(by_client)
-    reported = Counter(name for metrics in everyone for name in sorted(metrics))
-    few = len(everyone) // 2
-    return {name: count for name, count in reported.most_common() if count <= few}
-
-
-def is_loss(metric: str) -> bool:
-    """Return True for a metric that is better when lower."""
-    return metric.endswith("loss")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flower_ext.files import write_rows, write_whole
-from flower_ext.metrics.spread import reported_by_most
+from flower_ext.metrics.reported import reported_by_most
 from flower_ext.runs.directory import Rounds, RunDirectory
 
 if TYPE_CHECKING:  # a SuperNode imports this package for every message, but draws nothing

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from flower_ext.errors import InvalidValue
-from flower_ext.metrics.spread import is_loss, reported_by_few, summarize
+from flower_ext.metrics import summarize
+from flower_ext.metrics.reported import is_loss, reported_by_few
 from flower_ext.privacy import (
     AdversaryView,
     Budget,

@@ -1,15 +1,25 @@
-"""Agree on a secret between two parties, and derive keys that each serve one labelled purpose."""
+"""Agree on a secret, derive keys that each serve one labelled purpose, and encrypt under a key."""
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Callable
+
+from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from flower_ext.errors import InvalidValue
 
+KEY_BYTES = 32
+"""Length in bytes of every key: of X25519 and ChaCha20, and as `derive` returns it."""
+_NONCE_BYTES = 12
+ADDED_BYTES = _NONCE_BYTES + 16
+"""Number of bytes that `encrypt` adds to a message: a nonce and a tag."""
 _FIELD = 2**255 - 19
 _ANY_PRIVATE = X25519PrivateKey.from_private_bytes(bytes(range(32)))
 
@@ -27,13 +37,37 @@ def derive(key: bytes, *label: str | int | bytes) -> bytes:
             raise InvalidValue(f"label part {part!r}: expected a str, an int or bytes")
         raw = part if isinstance(part, bytes) else str(part).encode()
         parts.append(type(part).__name__.encode() + b":" + str(len(raw)).encode() + b":" + raw)
-    return HKDF(algorithm=SHA256(), length=32, salt=None, info=b"".join(parts)).derive(key)
+    return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=None, info=b"".join(parts)).derive(key)
 
 
 def keystream(key: bytes) -> CipherContext:
     """Return a cipher that turns zeros into the ChaCha20 stream of a key. Use each key once."""
     # A counter and nonce of zero are safe, because the key is used once.
     return Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
+
+
+def encrypt(
+    key: bytes,
+    message: bytes,
+    header: bytes,
+    *,
+    token_bytes: Callable[[int], bytes] = secrets.token_bytes,
+) -> bytes:
+    """Encrypt a message, bound to ``header``, with ChaCha20-Poly1305.
+
+    The result begins with a nonce, which ``token_bytes`` draws.
+    """
+    nonce = token_bytes(_NONCE_BYTES)
+    return nonce + ChaCha20Poly1305(key).encrypt(nonce, message, header)
+
+
+def decrypt(key: bytes, encrypted: bytes | memoryview, header: bytes) -> bytes:
+    """Return the message that `encrypt` encrypted; refuse altered bytes, key or header."""
+    nonce, text = encrypted[:_NONCE_BYTES], encrypted[_NONCE_BYTES:]
+    try:
+        return ChaCha20Poly1305(key).decrypt(nonce, text, header)
+    except (InvalidTag, ValueError) as error:
+        raise InvalidValue("encrypted message: expected it as it was encrypted") from error
 
 
 def public_of(private: bytes) -> bytes:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 from flower_ext.errors import InvalidValue, ProtocolError
+from flower_ext.json_record import field_types
 
 _INTEGER_BYTES = 8
 _MEMBER_BYTES = 4
@@ -33,7 +33,7 @@ class ProtocolMessage:
     def size(cls, settings: Any) -> int:
         """Return the length in bytes of a message that has no mapping among its fields."""
         lengths = cls._lengths(settings)
-        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        names = field_types(cls)  # type: ignore[arg-type]
         return len(cls.kind) + sum(lengths.get(name, _INTEGER_BYTES) for name in names)
 
     def to_bytes(self) -> bytes:
@@ -56,16 +56,16 @@ class ProtocolMessage:
         if view[: len(cls.kind)] != cls.kind:
             raise InvalidValue(f"{name}: expected bytes that begin with {cls.kind!r}")
         values, start = dict[str, Any](), len(cls.kind)
-        for field in fields(cls):  # type: ignore[arg-type]
-            if field.type not in ("int", "bytes"):
-                values[field.name] = _entries(bytes(view[start:]), lengths[field.name], field.name)
+        for field, kind in field_types(cls).items():  # type: ignore[arg-type]
+            if kind not in (int, bytes):
+                values[field] = _entries(bytes(view[start:]), lengths[field], field)
                 start = len(data)
                 continue
-            end = start + lengths.get(field.name, _INTEGER_BYTES)
+            end = start + lengths.get(field, _INTEGER_BYTES)
             if end > len(data):  # no memory is claimed beyond the bytes that arrived
                 raise InvalidValue(f"{name} of {len(data)} bytes is cut off: expected more bytes")
             part, start = bytes(view[start:end]), end
-            values[field.name] = part if field.type == "bytes" else int.from_bytes(part, "big")
+            values[field] = part if kind is bytes else int.from_bytes(part, "big")
         check_length(name, data, start)
         message = cls(**values)
         message.check(settings)

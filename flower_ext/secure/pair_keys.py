@@ -15,19 +15,15 @@ channel.
 from __future__ import annotations
 
 import hashlib
-import secrets
 from collections.abc import Sequence
 
 import gmpy2
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from gmpy2 import mpz
 
 from flower_ext.errors import InvalidValue, ProtocolError
-from flower_ext.secure.labels import agreed, derive, keystream, public_of
+from flower_ext.secure.labels import agreed, decrypt, derive, encrypt, keystream, public_of
 
 _SURPLUS_BITS = 128
-_NONCE_BYTES = 12
 
 
 def uniform_residues(key: bytes, count: int, modulus: mpz) -> list[mpz]:
@@ -149,17 +145,15 @@ class PairKeys:
 
     def seal(self, receiver: int, purpose: str, message: bytes) -> bytes:
         """Encrypt a message for one silo, bound to sender, run and purpose (ChaCha20-Poly1305)."""
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        cipher = ChaCha20Poly1305(self._sealing_key(receiver))
-        return nonce + cipher.encrypt(nonce, message, self._header(self._index, receiver, purpose))
+        header = self._header(self._index, receiver, purpose)
+        return encrypt(self._sealing_key(receiver), message, header)
 
     def open(self, sender: int, purpose: str, sealed: bytes) -> bytes:
         """Decrypt a message that ``sender`` sealed for this silo, run and purpose."""
-        cipher = ChaCha20Poly1305(self._sealing_key(sender))
-        nonce, text = sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:]
+        key, header = self._sealing_key(sender), self._header(sender, self._index, purpose)
         try:
-            return cipher.decrypt(nonce, text, self._header(sender, self._index, purpose))
-        except (InvalidTag, ValueError) as error:
+            return decrypt(key, sealed, header)
+        except InvalidValue as error:
             raise InvalidValue(
                 f"sealed message from silo {sender} cannot be opened: expected the message as silo "
                 f"{sender} sealed it for silo {self._index} in this run"

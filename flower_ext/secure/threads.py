@@ -27,10 +27,7 @@ def cores() -> int:
 
 
 def map_slices(
-    work: Callable[[Sequence[Item]], Sequence[Result]],
-    items: Sequence[Item],
-    *,
-    name: str = "",
+    work: Callable[[Sequence[Item]], Sequence[Result]], items: Sequence[Item], *, name: str = ""
 ) -> list[Result]:
     """Apply ``work`` to slices of ``items``, in a thread for each core; return results in order.
 

@@ -67,7 +67,7 @@ OURS = {
         Apple, relation_learning_rate=0.05, penalty=0.4, penalty_rounds=3, local=SGD, **o
     ),
     "fedala": lambda **o: strategy_of(
-        FedALA, weight_learning_rate=2.0, sample_share=0.5, first_passes=3, local=SGD, **o
+        FedALA, weight_learning_rate=2.0, sample_fraction=0.5, first_passes=3, local=SGD, **o
     ),
 }
 NUMBERS = {

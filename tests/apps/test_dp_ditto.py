@@ -202,7 +202,7 @@ def test_the_shared_model_differs_by_method(tmp_path):
             {"noise": "steps", "gradient_clipping_norm": 0.0},
             r"run-config gradient-clipping-norm=0\.0",
         ),
-        ({"method": "fedala", "sample_share": 0.0}, r"sample-share=0\.0"),
+        ({"method": "fedala", "sample_fraction": 0.0}, r"sample-fraction=0\.0"),
     ],
 )
 def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, said, tmp_path):

@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as arrays_of
 
 from flower_ext.algorithms import Apple, DPFedAvg, FedALA, FedAMP, FedDyn, Hosted, PFedMe
 from flower_ext.algorithms.uldp import UldpAvg, UldpNaive
-from flower_ext.algorithms.uldp.weights import HISTOGRAM, _read_answer
+from flower_ext.algorithms.uldp.silo_answers import HISTOGRAM, _read_answer
 from flower_ext.algorithms.upcycled import Upcycled
 from flower_ext.federation import (
     FederatedStrategy,

@@ -342,7 +342,7 @@ def test_methods_whose_server_needs_single_models_take_no_release_plan(method):
             lambda p: FederatedStrategy(FedALA(weight_learning_rate=0.0), p),
             r"weight_learning_rate=0\.0",
         ),
-        (lambda p: FederatedStrategy(FedALA(sample_share=1.1), p), r"sample_share=1\.1"),
+        (lambda p: FederatedStrategy(FedALA(sample_fraction=1.1), p), r"sample_fraction=1\.1"),
         (lambda p: FederatedStrategy(FedALA(first_passes=0), p), "first_passes=0"),
     ],
 )

@@ -1,7 +1,11 @@
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
 from flower_ext.errors import InvalidValue
+from flower_ext.secure.messages import ProtocolMessage
 from tests.support.weighting import World, weighting_settings
 
 
@@ -36,3 +40,22 @@ def test_bytes_of_a_wrong_length_or_kind_are_refused(world):
                 type(message).from_bytes(wrong, world.settings)
         with pytest.raises(InvalidValue, match="begin with"):
             type(message).from_bytes(b"XXXX" + data[4:], world.settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note(ProtocolMessage):
+    """A message whose module keeps annotations as types, not as strings."""
+
+    kind = b"N"
+    number: int
+    text: bytes
+    entries: Mapping[int, bytes]
+
+    @classmethod
+    def _lengths(cls, settings):
+        return {"text": 3, "entries": 2}
+
+
+def test_a_message_may_be_in_a_module_that_keeps_annotations_as_types():
+    note = Note(number=7, text=b"abc", entries={1: b"xy", 4: b"zw"})
+    assert Note.from_bytes(note.to_bytes(), None) == note

@@ -29,22 +29,24 @@ LOW_ORDER = tuple(
 """X25519 keys with which everybody agrees on zero, and keys that are not written canonically."""
 
 
-def graph_for(members=6, neighbours=4, number=1):
+def graph_for(members=6, num_neighbors=4, number=1):
     """Return the graph of `round_context`."""
     order = np.random.default_rng(number).permutation(members).tolist()
-    return graph_of(order, degree(members, neighbours))
+    return graph_of(order, degree(members, num_neighbors))
 
 
-def round_context(members=6, neighbours=4, threshold=2, least=3, *, bits=32, length=50, number=1):
+def round_context(
+    members=6, num_neighbors=4, threshold=2, least=3, *, bits=32, length=50, number=1
+):
     """Return the context of a small round."""
     return RoundContext(
         run=b"run",
         round_number=number,
         members=members,
-        graph=graph_digest(graph_for(members, neighbours, number)),
+        graph=graph_digest(graph_for(members, num_neighbors, number)),
         bits=bits,
         length=length,
-        neighbors=degree(members, neighbours),
+        num_neighbors=degree(members, num_neighbors),
         colluders=0,
         threshold=threshold,
         least_answers=least,
@@ -58,9 +60,9 @@ def vectors_of(context, seed=0):
     )
 
 
-def member_of(context, index, neighbours):
+def member_of(context, index, neighbors):
     """Return a member that has taken no step."""
-    invitation = Invitation(context=context, index=index, neighbours=tuple(neighbours))
+    invitation = Invitation(context=context, index=index, neighbors=tuple(neighbors))
     return Member(invitation=invitation)
 
 
@@ -74,7 +76,7 @@ class Round:
 
     def __init__(self, context, *, seed=0, token_bytes=None):
         self.context = context
-        self.graph = graph_for(context.members, context.neighbors, context.round_number)
+        self.graph = graph_for(context.members, context.num_neighbors, context.round_number)
         self.server = SumServer(context, self.graph)
         self.options = {} if token_bytes is None else {"token_bytes": token_bytes}
         self.members = {

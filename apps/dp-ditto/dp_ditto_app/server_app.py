@@ -83,6 +83,6 @@ def method_of(settings: Settings) -> Method:
         case _:
             return FedALA(
                 weight_learning_rate=settings.weight_learning_rate,
-                sample_share=settings.sample_share,
+                sample_fraction=settings.sample_fraction,
                 local=local,
             )

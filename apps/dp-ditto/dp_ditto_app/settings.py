@@ -79,7 +79,7 @@ class Settings(PrivacySettings, ClientSettings, PartitionSettings, TrainingSetti
     relation_learning_rate: NotNegative = setting("apple: eta_2")
     penalty: NotNegative = setting("apple: mu")
     weight_learning_rate: NotNegative = setting("fedala: eta")
-    sample_share: Fraction = setting("fedala: s")
+    sample_fraction: Fraction = setting("fedala: s")
 
     # Planner of the number of rounds
     planner: Literal["none", "bound", "pilot"] = setting(

@@ -32,14 +32,12 @@ from typing import Literal
 
 import numpy as np
 
+from flower_ext.algorithms.uldp.silo_answers import ONE_BY_ONE, answer_server, ask_silos
 from flower_ext.algorithms.uldp.silo_training import UsersTotal, WeightedTotal, users_training
 from flower_ext.algorithms.uldp.weights import (
     DISCLOSURES,
-    ONE_BY_ONE,
     RATE,
     USERS,
-    answer_server,
-    ask_silos,
     check_weights,
     read_weights,
     user_weights,
@@ -220,7 +218,7 @@ class UldpAvg(Method):
         if weights is None:
             return cohort  # the weighted sum computes the weights itself
         users = cohort.units
-        is_common = weights.shape[1] == 1
+        is_common = weights.shape[1] == 1  # one column then stands for all users
         if not is_common:
             weights = weights[:, np.asarray(users, dtype=np.int64)]
         check_weights(weights, self.num_silos, users, self.weighting)

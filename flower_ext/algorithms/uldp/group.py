@@ -25,7 +25,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from flower_ext.algorithms.uldp.weights import USERS, answer_server, ask_silos
+from flower_ext.algorithms.uldp.silo_answers import answer_server, ask_silos
+from flower_ext.algorithms.uldp.weights import USERS
 from flower_ext.checks import Count
 from flower_ext.data import Examples, limit_contributions
 from flower_ext.data import group_size as size_of
@@ -52,7 +53,7 @@ from flower_ext.privacy import (
     seeded_generator,
 )
 from flower_ext.privacy.run_summary import RunSummary
-from flower_ext.training import DpSgdTraining, LocalTraining, train_dp_sgd
+from flower_ext.training import DpSgdTraining, train_dp_sgd
 
 LIMITS = "limits"
 DP_SGD = "dp-sgd."
@@ -61,6 +62,7 @@ DP_SGD = "dp-sgd."
 
 def local_update(work: ClientWork) -> LocalResult:
     """Train by DP-SGD on the kept records (lines 9–11)."""
+    # Settings are flat, so a prefix marks the fields of the `DpSgdTraining`.
     settings: dict[str, Any] = {
         name.removeprefix(DP_SGD): value
         for name, value in work.settings.items()
@@ -137,11 +139,6 @@ class UldpGroup(Method):
                 f"plan={type(plan).__name__}: expected the plan that UldpGroup.plan(delta) "
                 "returns, because that plan computes ε for the DP-SGD in the method's ``local``"
             )
-
-    @property
-    def training(self) -> Mapping[str, LocalTraining]:
-        """An empty mapping: the method has no phases of `LocalTraining`, because it uses DP-SGD."""
-        return {}
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
         """Return what silos need: the number of users |U|, and the settings of DP-SGD."""

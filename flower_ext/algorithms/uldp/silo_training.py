@@ -128,6 +128,7 @@ def users_updates(
     )
     raised: list[Exception] = []
     everyone = [(silo, user) for silo, job in enumerate(jobs) for user in job.users]
+    # Users with about as many records train side by side, so their batches need little padding.
     everyone.sort(key=lambda pair: (-len(jobs[pair[0]].users[pair[1]]), pair[0]))
     for start in range(0, len(everyone), _PREPARED):
         chosen = everyone[start : start + _PREPARED]
@@ -136,24 +137,10 @@ def users_updates(
             if isinstance(rows, Exception):
                 raised.append(rows)
                 silo, user = chosen[group[0]]
-                yield (
-                    silo,
-                    [user],
-                    {n: p.new_zeros((1, *p.shape)) for n, p in jobs[silo].params.items()},
-                )
-                continue
-            by_silo: defaultdict[int, list[int]] = defaultdict(list)
-            for row, index in enumerate(group):
-                by_silo[chosen[index][0]].append(row)
-            for silo, members in by_silo.items():
-                silo_rows = rows if len(by_silo) == 1 else {n: p[members] for n, p in rows.items()}
-                updates = {
-                    name: silo_rows[name].sub_(received)
-                    if name in silo_rows
-                    else received.new_zeros((len(members), *received.shape))  # a buffer
-                    for name, received in jobs[silo].params.items()
-                }
-                yield silo, [chosen[group[row]][1] for row in members], _finite(updates)
+                zeros = {n: p.new_zeros((1, *p.shape)) for n, p in jobs[silo].params.items()}
+                yield silo, [user], zeros
+            else:
+                yield from _updates_by_silo(jobs, [chosen[index] for index in group], rows)
     if raised:  # tell the silo's operator only; the server receives a sum as usual
         log.log(
             ERROR if len(raised) == len(everyone) else WARNING,
@@ -164,6 +151,27 @@ def users_updates(
             ", ".join(sorted({type(error).__name__ for error in raised})),
         )
         log.debug("the training of a user failed", exc_info=raised[0])
+
+
+def _updates_by_silo(
+    jobs: Sequence[SiloJob], trained: Sequence[tuple[int, int]], rows: Params
+) -> Iterator[tuple[int, list[int], Params]]:
+    """Turn the models in ``rows`` into updates; yield those of each silo, as `users_updates` does.
+
+    ``trained`` holds the silo and the user of each row. The function changes ``rows``.
+    """
+    by_silo: defaultdict[int, list[int]] = defaultdict(list)
+    for row, (silo, _) in enumerate(trained):
+        by_silo[silo].append(row)
+    for silo, members in by_silo.items():
+        models = rows if len(by_silo) == 1 else {n: p[members] for n, p in rows.items()}
+        updates = {
+            name: models[name].sub_(received)
+            if name in models
+            else received.new_zeros((len(members), *received.shape))  # a buffer
+            for name, received in jobs[silo].params.items()
+        }
+        yield silo, [trained[row][1] for row in members], _finite(updates)
 
 
 def _finite(rows: Params) -> Params:

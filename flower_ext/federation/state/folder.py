@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
@@ -30,8 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from flwr.app import Context
 from safetensors.numpy import load, save
 
@@ -39,11 +36,10 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.records import Arrays
 from flower_ext.files import held, sync_to_disk, write_whole
+from flower_ext.secure.labels import KEY_BYTES, decrypt, encrypt
 
-KEY_BYTES = 32
 SECRETS = "secrets"
 _SEALED = b"flower_ext sealed 1\n"
-_NONCE_BYTES = 12
 _MAGIC = b"flower_ext 1\n"
 _START = len(_MAGIC) + hashlib.sha256().digest_size
 
@@ -83,9 +79,7 @@ class StateFolder:
         self._make(Path(name).parent)
         if self.key is not None:
             # The encryption binds the content to the name, so a moved file does not decrypt.
-            nonce = os.urandom(_NONCE_BYTES)
-            sealed = ChaCha20Poly1305(self.key).encrypt(nonce, content, name.encode())
-            content = _SEALED + nonce + sealed
+            content = _SEALED + encrypt(self.key, content, name.encode())
         write_whole(self.path / name, content, sync=self.sync)
 
     def read(self, name: str) -> bytes | None:
@@ -111,12 +105,9 @@ class StateFolder:
                 f"{file} is not encrypted, but state-key-file is set: expected an encrypted file, "
                 "or no state-key-file"
             )
-        start = len(_SEALED) + _NONCE_BYTES
         try:
-            return ChaCha20Poly1305(self.key).decrypt(
-                content[len(_SEALED) : start], content[start:], name.encode()
-            )
-        except InvalidTag:
+            return decrypt(self.key, memoryview(content)[len(_SEALED) :], name.encode())
+        except InvalidValue:
             raise Damaged(
                 f"{file} cannot be decrypted, because it was altered or moved, or state-key-file "
                 "holds another key: expected the file as it was written, and the key that "

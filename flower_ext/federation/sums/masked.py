@@ -101,11 +101,11 @@ class OpenMaskedSum(OpenSum):
                 f"{size} clients are left in the cohort: expected at least "
                 f"least_answers={parameters.least_answers}"
             )
-        neighbors = degree(size, parameters.neighbors)
+        num_neighbors = degree(size, parameters.num_neighbors)
         # Drawn after the cohort, so colluding clients cannot choose their neighbours.
-        graph = graph_of(secure_generator().permutation(size).tolist(), neighbors)
+        graph = graph_of(secure_generator().permutation(size).tolist(), num_neighbors)
         self._context = RoundContext(
-            **{**vars(parameters), "members": size, "neighbors": neighbors},
+            **{**vars(parameters), "members": size, "num_neighbors": num_neighbors},
             run=secrets.token_bytes(16),  # new also for a repeated round
             round_number=opening.number,
             graph=graph_digest(graph),
@@ -205,7 +205,7 @@ class OpenMaskedSum(OpenSum):
         number, faults = self._opening.server_round, self._server.faults
         for member, fault in sorted(faults, key=lambda found: found[0]):
             partitions = sorted(self._partitions[one] for one in faults[member, fault])
-            reason = fault.value.format(neighbours=f"clients {str(partitions)[1:-1]}")
+            reason = fault.value.format(neighbors=f"clients {str(partitions)[1:-1]}")
             text = f"round {number}: client {self._partitions[member]}: {reason}"
             refusal = printable(text[:LONGEST_REASON])
             log.warning("%s", refusal)
@@ -239,9 +239,9 @@ def check_limits(context: RoundContext, node_config: Mapping[str, Any]) -> None:
             f"the server could unmask a sum of only {context.least_answers} members: the owner of "
             f"this node requires least-sum-members={least_members}"
         )
-    if context.threshold < least_share * context.neighbors:
+    if context.threshold < least_share * context.num_neighbors:
         raise PermissionError(
-            f"{context.threshold} of {context.neighbors} neighbours may together unmask this "
+            f"{context.threshold} of {context.num_neighbors} neighbours may together unmask this "
             "client's vector: the owner of this node requires "
             f"least-sum-threshold-share={least_share:g}"
         )
@@ -271,7 +271,7 @@ def _honest_answers(context: RoundContext, colluders: int) -> int:
 
     Return 0 if the server and ``colluders`` members could unmask a single member's vector.
     """
-    if 2 * context.threshold <= context.neighbors + colluders:
+    if 2 * context.threshold <= context.num_neighbors + colluders:
         return 0
     return replace(context, colluders=colluders).honest_answers
 

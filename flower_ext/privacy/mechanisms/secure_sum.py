@@ -78,7 +78,7 @@ class SumParameters:
     ----------
     members : int
         n: number of members.
-    neighbors : int
+    num_neighbors : int
         k: number of neighbours of each member.
     threshold : int
         t: number of neighbours whose shares together unmask a member.
@@ -92,7 +92,7 @@ class SumParameters:
     """
 
     members: int
-    neighbors: int
+    num_neighbors: int
     threshold: int
     least_answers: int
     colluders: int
@@ -228,10 +228,10 @@ class SecureSum(Checked):
                 "lower colluding or dropouts, or take larger cohorts"
                 + (", or set SecureSum(resist_equivocation=False)" if suffices else "")
             )
-        neighbors, threshold = graph
+        num_neighbors, threshold = graph
         parameters = SumParameters(
             members=members,
-            neighbors=neighbors,
+            num_neighbors=num_neighbors,
             threshold=threshold,
             least_answers=least,
             colluders=colluders,
@@ -280,39 +280,39 @@ class _Cohort:
     equivocation: bool
     complete: bool = False
 
-    def threshold(self, neighbors: int) -> int:
+    def threshold(self, num_neighbors: int) -> int:
         """Return the largest threshold t that meets all bounds with k neighbours, or 0."""
         others = self.members - 1
-        if neighbors == others:
+        if num_neighbors == others:
             threshold = others - self.lost
-            return threshold if self.colluders < self._shares(neighbors, threshold) else 0
+            return threshold if self.colluders < self._shares(num_neighbors, threshold) else 0
         # A larger t withstands more colluders, so test the largest t with which rounds succeed.
-        threshold = _least(lambda t: not self._succeeds(neighbors, t), 1, neighbors + 1) - 1
-        return threshold if threshold and self._is_secure(neighbors, threshold) else 0
+        threshold = _least(lambda t: not self._succeeds(num_neighbors, t), 1, num_neighbors + 1) - 1
+        return threshold if threshold and self._is_secure(num_neighbors, threshold) else 0
 
-    def _shares(self, neighbors: int, threshold: int) -> int:
+    def _shares(self, num_neighbors: int, threshold: int) -> int:
         """Return the smallest number of colluding neighbours that could unmask a member."""
-        return 2 * threshold - neighbors if self.equivocation else threshold
+        return 2 * threshold - num_neighbors if self.equivocation else threshold
 
-    def _succeeds(self, neighbors: int, threshold: int) -> bool:
+    def _succeeds(self, num_neighbors: int, threshold: int) -> bool:
         """Return True if each remaining member always keeps at least ``threshold`` neighbours.
 
         This may fail with a probability of at most 2⁻²⁰ in a run.
         """
         others = self.members - 1
-        few = _hypergeometric().cdf(threshold - 1, others, others - self.lost, neighbors)
+        few = _hypergeometric().cdf(threshold - 1, others, others - self.lost, num_neighbors)
         return bool(self.rounds * self.members * few <= _FAILED)
 
-    def _is_secure(self, neighbors: int, threshold: int) -> bool:
+    def _is_secure(self, num_neighbors: int, threshold: int) -> bool:
         """Return True if colluders unmask nobody and the honest members' graph stays connected.
 
         Each of these properties may fail with a probability of at most 2⁻⁴⁰ in a run.
         """
         law, members = _hypergeometric(), self.members
-        shares = self._shares(neighbors, threshold)
-        unmasked = members * law.sf(shares - 1, self.population - 1, self.corrupt, neighbors)
+        shares = self._shares(num_neighbors, threshold)
+        unmasked = members * law.sf(shares - 1, self.population - 1, self.corrupt, num_neighbors)
         empty = min(self.colluders + self.lost, members)
-        split = members * (members - 1) / 2 * law.pmf(neighbors, members, empty, neighbors)
+        split = members * (members - 1) / 2 * law.pmf(num_neighbors, members, empty, num_neighbors)
         return bool(self.rounds * max(unmasked, split) <= _INSECURE)
 
 
@@ -327,9 +327,9 @@ def _parameters(cohort: _Cohort) -> tuple[int, int] | None:
     if cohort.members > COMPLETE and not cohort.complete and cohort.threshold(2 * half):
         pairs = _least(lambda tried: cohort.threshold(2 * tried) > 0, 1, half)
         # A smaller k may suffice: t is a whole number, so the probabilities need not fall with k.
-        for neighbors in range(2 * max(1, pairs - _RIPPLE), 2 * pairs + 1, 2):
-            if threshold := cohort.threshold(neighbors):
-                return neighbors, threshold
+        for num_neighbors in range(2 * max(1, pairs - _RIPPLE), 2 * pairs + 1, 2):
+            if threshold := cohort.threshold(num_neighbors):
+                return num_neighbors, threshold
     threshold = cohort.threshold(others)
     return (others, threshold) if threshold else None
 

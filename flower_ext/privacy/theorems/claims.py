@@ -193,8 +193,8 @@ def of_secure_sum(mechanism: NoisedSum) -> tuple[str, ...]:
         f"at most {sums.colluders_among(clients)} of {clients} clients collude with the server (a "
         f"fraction of {sums.colluding:.3g}), and these clients were fixed before cohorts and "
         f"neighbours were drawn at random: then at most {parameters.colluders} of each cohort of "
-        f"{parameters.members} collude{drawn}; each client has {parameters.neighbors} neighbours, "
-        f"of whom {parameters.threshold} together could unmask its upload",
+        f"{parameters.members} collude{drawn}; each client has {parameters.num_neighbors} "
+        f"neighbours, of whom {parameters.threshold} together could unmask its upload",
         "the server sees who was asked, who took part and when, and sums of at least "
         f"{parameters.least_answers} uploads{honest}",
     )

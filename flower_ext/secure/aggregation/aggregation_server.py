@@ -49,9 +49,9 @@ _STAGES: Mapping[type[Answer], str] = {
 class ShareFault(Enum):
     """Fault in a member's shares. The value describes the fault; "it" and "its" mean the member."""
 
-    UNOPENED = "its sealed shares could not be opened by {neighbours}"
+    UNOPENED = "its sealed shares could not be opened by {neighbors}"
     WRONG = (
-        "it revealed wrong shares of the secrets of {neighbours}, unless these members sealed "
+        "it revealed wrong shares of the secrets of {neighbors}, unless these members sealed "
         "wrong shares"
     )
     UNFIT = "no secret fits both its shares and what it published, so the round is discarded"
@@ -70,7 +70,7 @@ class SumServer:
         Class of the messages that the open stage takes; None after the last stage.
     faults : dict[tuple[int, ShareFault], set[int]]
         Faults that the server found so far. The key is a member and the fault in its shares. The
-        value holds the members to name as ``{neighbours}`` in the fault's sentence.
+        value holds the members to name as ``{neighbors}`` in the fault's sentence.
     """
 
     def __init__(self, context: RoundContext, graph: Graph) -> None:
@@ -98,8 +98,8 @@ class SumServer:
     def invitations(self) -> dict[int, Invitation]:
         """Return the first message to each member."""
         return {
-            member: Invitation(context=self._context, index=member, neighbours=tuple(neighbours))
-            for member, neighbours in enumerate(self._graph)
+            member: Invitation(context=self._context, index=member, neighbors=tuple(neighbors))
+            for member, neighbors in enumerate(self._graph)
         }
 
     def add(self, message: Answer) -> None:
@@ -169,9 +169,7 @@ class SumServer:
         self._next(MaskedInput, set(self._answered))
         return {
             member: UnmaskRequest(
-                digest=self._context.digest,
-                answers=len(self._answered),
-                kinds=self._kinds(member),
+                digest=self._context.digest, answers=len(self._answered), kinds=self._kinds(member)
             )
             for member in sorted(self._answered)
         }

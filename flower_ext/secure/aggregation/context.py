@@ -35,8 +35,8 @@ class RoundContext(SumParameters, Checked, JsonRecord):
 
     Parameters
     ----------
-    members, neighbors, threshold, least_answers, colluders
-        As for `SumParameters`; ``neighbors`` is a number that `degree` returns.
+    members, num_neighbors, threshold, least_answers, colluders
+        As for `SumParameters`; ``num_neighbors`` is a number that `degree` returns.
     run : bytes
         Name of the run, different for every run.
     round_number : int
@@ -68,25 +68,25 @@ class RoundContext(SumParameters, Checked, JsonRecord):
             )
         if self.bits not in (32, 64):
             raise InvalidValue(f"bits={self.bits}: expected 32 or 64")
-        if degree(size, self.neighbors) != self.neighbors:
+        if degree(size, self.num_neighbors) != self.num_neighbors:
             raise InvalidValue(
-                f"neighbors={self.neighbors}: expected an even number below {size - 1}, or "
+                f"num_neighbors={self.num_neighbors}: expected an even number below {size - 1}, or "
                 f"{size - 1} (all others); flower_ext.secure.aggregation.context.degree("
-                f"{size}, {self.neighbors}) returns a valid number"
+                f"{size}, {self.num_neighbors}) returns a valid number"
             )
-        if not 1 <= self.threshold <= self.neighbors:
+        if not 1 <= self.threshold <= self.num_neighbors:
             raise InvalidValue(
-                f"threshold={self.threshold}: expected 1 to {self.neighbors}, the number of "
+                f"threshold={self.threshold}: expected 1 to {self.num_neighbors}, the number of "
                 "neighbours"
             )
         if not 2 <= self.least_answers <= size:
             raise InvalidValue(
                 f"least_answers={self.least_answers}: expected 2 to {size}, the number of members"
             )
-        if self.signed and self.neighbors < size - 1:
+        if self.signed and self.num_neighbors < size - 1:
             raise InvalidValue(
-                f"neighbors={self.neighbors} of a signed round: expected {size - 1}, because "
-                "every member of a signed round is a neighbour of all others"
+                f"num_neighbors={self.num_neighbors} of a signed round: expected {size - 1}, "
+                "because every member of a signed round is a neighbour of all others"
             )
 
     @property
@@ -108,26 +108,26 @@ class Invitation(JsonRecord):
 
     context: RoundContext
     index: int
-    neighbours: tuple[int, ...]
+    neighbors: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        context, index, near = self.context, self.index, set(self.neighbours)
+        context, index, near = self.context, self.index, set(self.neighbors)
         if not 0 <= index < context.members:
             raise InvalidValue(f"index={index}: expected 0 to {context.members - 1}")
         if index in near or not all(0 <= other < context.members for other in near):
             raise InvalidValue(
-                f"neighbours={sorted(near)}: expected members from 0 to {context.members - 1}, "
+                f"neighbors={sorted(near)}: expected members from 0 to {context.members - 1}, "
                 f"without {index}, the member itself"
             )
-        if not len(self.neighbours) == len(near) == context.neighbors:
+        if not len(self.neighbors) == len(near) == context.num_neighbors:
             raise InvalidValue(
-                f"neighbours={list(self.neighbours)}: expected {context.neighbors} different "
+                f"neighbors={list(self.neighbors)}: expected {context.num_neighbors} different "
                 "members, the number of neighbours in the context"
             )
 
 
-def degree(members: int, neighbours: int) -> int:
-    """Round ``neighbours`` up to a number of neighbours that every member can have.
+def degree(members: int, num_neighbors: int) -> int:
+    """Round ``num_neighbors`` up to a number of neighbours that every member can have.
 
     The result is the next even number, because members are on a circle, and half of a member's
     neighbours are on each side of it. If that number is above ``members - 1``, the result is
@@ -135,24 +135,25 @@ def degree(members: int, neighbours: int) -> int:
     """
     if members < 2:
         raise InvalidValue(f"members={members}: expected at least 2")
-    if neighbours < 1:
-        raise InvalidValue(f"neighbours={neighbours}: expected at least 1")
-    return min(neighbours + neighbours % 2, members - 1)
+    if num_neighbors < 1:
+        raise InvalidValue(f"num_neighbors={num_neighbors}: expected at least 1")
+    return min(num_neighbors + num_neighbors % 2, members - 1)
 
 
-def graph_of(order: Sequence[int], neighbours: int) -> Graph:
+def graph_of(order: Sequence[int], num_neighbors: int) -> Graph:
     """Return each member's neighbours, in ascending order.
 
-    ``order`` gives the members' places on a circle. A member's neighbours are the ``neighbours``
-    members nearest to it, so if A is a neighbour of B, then B is a neighbour of A. ``neighbours``
-    must come from `degree`. Draw ``order`` uniformly with randomness of the operating system,
-    because an adversary that predicts it can surround a member with neighbours that collude.
+    ``order`` gives the members' places on a circle. A member's neighbours are the
+    ``num_neighbors`` members nearest to it, so if A is a neighbour of B, then B is a neighbour of
+    A. ``num_neighbors`` must come from `degree`. Draw ``order`` uniformly with randomness of the
+    operating system, because an adversary that predicts it can surround a member with neighbours
+    that collude.
     """
     size = len(order)
-    if neighbours >= size - 1:
+    if num_neighbors >= size - 1:
         members = sorted(order)
         return tuple((*members[:place], *members[place + 1 :]) for place in range(size))
-    half = neighbours // 2
+    half = num_neighbors // 2
     rows: list[tuple[int, ...]] = [()] * size
     steps = [*range(-half, 0), *range(1, half + 1)]
     for place, member in enumerate(order):

@@ -17,8 +17,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
 from flower_ext.errors import InvalidValue, ProtocolError
-from flower_ext.secure.aggregation.aggregation_messages import IDENTITY_BYTES, KEY_BYTES, key_pair
+from flower_ext.secure.aggregation.aggregation_messages import IDENTITY_BYTES, key_pair
 from flower_ext.secure.aggregation.context import RoundContext
+from flower_ext.secure.labels import KEY_BYTES
 
 _DOMAIN = b"flower-ext secure sum identity 1"
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum, auto
 from typing import Any
 
 import numpy as np
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.json_record import JsonRecord
 from flower_ext.secure.aggregation.aggregation_messages import (
-    KEY_BYTES,
     OF_KEY,
     OF_SEED,
     Advert,
@@ -39,9 +36,7 @@ from flower_ext.secure.aggregation.mask_streams import (
     share_hash,
 )
 from flower_ext.secure.aggregation.shamir import SHARE_BYTES, TokenBytes, field_value, split
-from flower_ext.secure.labels import check_public, public_of
-
-_NONCE_BYTES = 12
+from flower_ext.secure.labels import KEY_BYTES, check_public, decrypt, encrypt, public_of
 
 
 class MemberStage(Enum):
@@ -97,10 +92,7 @@ class Member(JsonRecord):
         return f"Member(index={self.index}, stage={self.stage.name})"
 
     def advertise(
-        self,
-        *,
-        identities: Identities | None = None,
-        token_bytes: TokenBytes = secrets.token_bytes,
+        self, *, identities: Identities | None = None, token_bytes: TokenBytes = secrets.token_bytes
     ) -> Advert:
         """Draw this round's secrets and return the public keys, for the server."""
         self._expect(MemberStage.NEW)
@@ -141,7 +133,7 @@ class Member(JsonRecord):
             raise ProtocolError(
                 f"keys[{index}]: expected the keys that this member sent, unchanged"
             )
-        self._check_neighbours(set(keys))
+        self._check_neighbors(set(keys))
         if identities is not None:
             identities.check(context, keys)
         halves = [part for pair in (self._public, *keys.values()) for part in key_pair(pair)]
@@ -156,10 +148,9 @@ class Member(JsonRecord):
         of_key = split(self.mask_private, points, context.threshold, token_bytes)
         sealed = {}
         for other in sorted(keys):
-            nonce = token_bytes(_NONCE_BYTES)
-            text = of_seed[other + 1] + of_key[other + 1]
-            cipher = self._cipher(keys[other], sender=index, receiver=other)
-            sealed[other] = nonce + cipher.encrypt(nonce, text, context.digest)
+            key = self._channel_key(keys[other], sender=index, receiver=other)
+            both = of_seed[other + 1] + of_key[other + 1]
+            sealed[other] = encrypt(key, both, context.digest, token_bytes=token_bytes)
             for kind, share in ((OF_SEED, of_seed[other + 1]), (OF_KEY, of_key[other + 1])):
                 # The server later recognises a wrong share by its hash, and blames its holder.
                 sealed[other] += share_hash(
@@ -196,7 +187,7 @@ class Member(JsonRecord):
                 f"values of {values.dtype} in shape {values.shape}: expected {context.dtype} in "
                 f"shape {(context.length,)}"
             )
-        self._check_neighbours(set(message.sealed))
+        self._check_neighbors(set(message.sealed))
         if not set(message.sealed) <= set(self.keys):
             unknown = sorted(set(message.sealed) - set(self.keys))
             raise ProtocolError(
@@ -277,8 +268,10 @@ class Member(JsonRecord):
         return public_of(self.mask_private) + public_of(self.channel_private)
 
     def _forget(self, **kept: Any) -> None:
-        """Delete what no later step needs."""
-        vars(self).update(vars(Member(invitation=self.invitation, **kept)))
+        """Delete what no later step needs: reset all fields but ``invitation`` and ``kept``."""
+        reset = Member(invitation=self.invitation, **kept)
+        for part in fields(self):
+            setattr(self, part.name, getattr(reset, part.name))
 
     def _expect(self, stage: MemberStage) -> None:
         if self.stage is not stage:
@@ -296,12 +289,12 @@ class Member(JsonRecord):
                 "takes part in signed rounds only: set signed-sums=true in the run config"
             )
 
-    def _check_neighbours(self, members: set[int]) -> None:
-        neighbours = set(self.invitation.neighbours)
-        if not members <= neighbours:
+    def _check_neighbors(self, members: set[int]) -> None:
+        neighbors = set(self.invitation.neighbors)
+        if not members <= neighbors:
             raise InvalidValue(
-                f"members {sorted(members - neighbours)}: expected only this member's neighbours, "
-                f"{sorted(neighbours)}"
+                f"members {sorted(members - neighbors)}: expected only this member's neighbours, "
+                f"{sorted(neighbors)}"
             )
         if len(members) < self.context.threshold:
             raise ProtocolError(
@@ -309,20 +302,17 @@ class Member(JsonRecord):
                 f"threshold={self.context.threshold}"
             )
 
-    def _cipher(self, public: bytes, *, sender: int, receiver: int) -> ChaCha20Poly1305:
+    def _channel_key(self, public: bytes, *, sender: int, receiver: int) -> bytes:
         private, other = self.channel_private, key_pair(public)[1]
-        return ChaCha20Poly1305(
-            channel_key(self.context.digest, private, other, sender=sender, receiver=receiver)
-        )
+        return channel_key(self.context.digest, private, other, sender=sender, receiver=receiver)
 
     def _open(self, other: int, sealed: bytes) -> bytes:
         """Return a neighbour's two shares, of its seed and its mask key; empty if unreadable."""
-        cipher = self._cipher(self.keys[other], sender=other, receiver=self.index)
-        nonce, text = sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:]
+        key = self._channel_key(self.keys[other], sender=other, receiver=self.index)
         try:
-            both = cipher.decrypt(nonce, text, self.context.digest)
+            both = decrypt(key, sealed, self.context.digest)
             field_value(both[:SHARE_BYTES])
             field_value(both[SHARE_BYTES:])
-        except (InvalidTag, InvalidValue):
+        except InvalidValue:
             return b""
         return both

@@ -26,6 +26,7 @@ from typing import TypeAlias, TypeVar
 from flower_ext.checks import Checked, Count, Several
 from flower_ext.errors import InvalidValue
 from flower_ext.json_record import JsonRecord
+from flower_ext.secure.labels import ADDED_BYTES
 from flower_ext.secure.messages import ProtocolMessage, check_later
 
 T = TypeVar("T")
@@ -34,8 +35,8 @@ BEGIN, KEYS, COUNT, DRAW = "begin", "keys", "count", "draw"
 """Names of the steps."""
 SEEDING_SILO = 0
 """The silo that draws the silos' seed, and answers for all silos in a secret draw."""
-KEY_BYTES = SEED_BYTES = 32
-SEALED_SEED_BYTES = 12 + SEED_BYTES + 16  # nonce, seed, tag
+SEED_BYTES = 32
+SEALED_SEED_BYTES = SEED_BYTES + ADDED_BYTES
 NUMBER_BYTES = 8
 OFFER_BYTES = NUMBER_BYTES + 32  # a point of the oblivious transfer
 

@@ -52,14 +52,12 @@ from nacl.bindings import (
 )
 
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.labels import derive
+from flower_ext.secure.labels import KEY_BYTES, derive
 from flower_ext.secure.pair_keys import uniform_residues
 from flower_ext.secure.threads import map_slices
 
 POINT_BYTES = 32
 """Length of a point of the group in bytes."""
-KEY_BYTES = 32
-"""Length in bytes of the key of one text."""
 SEAL_BYTES = 16
 """Bytes that sealing adds to a text."""
 ORDER = mpz(2) ** 252 + 27742317777372353535851937790883648493

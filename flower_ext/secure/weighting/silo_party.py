@@ -7,6 +7,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property
 from logging import getLogger
 from typing import Any, ClassVar
@@ -16,14 +17,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.json_record import JsonRecord
-from flower_ext.secure.labels import derive, public_of
+from flower_ext.secure.labels import KEY_BYTES, derive, public_of
 from flower_ext.secure.messages import ProtocolMessage, check_length
 from flower_ext.secure.pair_keys import PairKeys
 from flower_ext.secure.weighting.agreement import (
     BEGIN,
     COUNT,
     DRAW,
-    KEY_BYTES,
     KEYS,
     NUMBER_BYTES,
     OFFER_BYTES,
@@ -38,8 +38,18 @@ log = getLogger("flwr")
 _SEED = "seed"
 COUNTS = "counts"
 """Purpose of the masks on the users' numbers of records."""
-_STAGE_OF = {BEGIN: "new", KEYS: "new", COUNT: "keyed", DRAW: "counted"}
-"""Stage of the set-up in which a silo takes each step."""
+
+
+class Stage(Enum):
+    """The part of the set-up that a silo has completed: nothing, the keys, or the counts."""
+
+    NEW = "new"
+    KEYED = "keyed"
+    COUNTED = "counted"
+
+
+_STAGE_OF = {BEGIN: Stage.NEW, KEYS: Stage.NEW, COUNT: Stage.KEYED, DRAW: Stage.COUNTED}
+"""Stage in which a silo takes each step."""
 
 
 @dataclass(repr=False)
@@ -77,7 +87,7 @@ class SiloParty(JsonRecord, ABC):
         self.save: Callable[[bytes], None] = lambda state: None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(index={self.index}, stage={self._stage})"
+        return f"{type(self).__name__}(index={self.index}, stage={self._stage.value})"
 
     @property
     def fingerprint(self) -> str:
@@ -166,18 +176,19 @@ class SiloParty(JsonRecord, ABC):
 
     def _check_opening(self, number: int) -> None:
         """Raise a ProtocolError unless the silo may begin its sum of round ``number``."""
-        self._expect("counted")
+        self._expect(Stage.COUNTED)
         self.settings.check_round(number, self.last_round)
 
     @property
-    def _stage(self) -> str:
-        return "counted" if self.counts else "keyed" if self.silo_keys else "new"
+    def _stage(self) -> Stage:
+        # Derived from the stored fields, so that a restored silo cannot be in a different stage.
+        return Stage.COUNTED if self.counts else Stage.KEYED if self.silo_keys else Stage.NEW
 
-    def _expect(self, stage: str) -> None:
-        if self._stage != stage:
+    def _expect(self, stage: Stage) -> None:
+        if self._stage is not stage:
             raise ProtocolError(
-                f"silo {self.index} is in stage {self._stage}: expected stage {stage}; take the "
-                "steps of the set-up in order, each once"
+                f"silo {self.index} is in stage {self._stage.value}: expected stage {stage.value}; "
+                "take the steps of the set-up in order, each once"
             )
 
     def _take_keys(self, question: bytes) -> bytes:

@@ -60,7 +60,7 @@ class SecureTranscript:
                 self._context = self._context or invited.context
                 if invited.context.digest == self._context.digest:
                     self._members[message.metadata.dst_node_id] = invited.index
-                    self._graph[invited.index] = invited.neighbours
+                    self._graph[invited.index] = invited.neighbors
         if self._context is not None:
             self._replies += [reply for reply in replies if not reply.has_error()]
 

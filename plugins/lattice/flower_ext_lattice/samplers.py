@@ -7,12 +7,11 @@ import secrets
 import numpy as np
 from numpy.typing import NDArray
 
-from flower_ext.secure.labels import derive, keystream
+from flower_ext.secure.labels import KEY_BYTES, derive, keystream
 from flower_ext_lattice.layout import DEGREE
 from flower_ext_lattice.ring import PRIMES, RESIDUE_BYTES, Reals
 from flower_ext_lattice.settings import ERROR_BOUND
 
-KEY_BYTES = 32
 _ERROR_MASK = np.uint64((1 << ERROR_BOUND) - 1)
 _TERNARY_LIMIT = 255  # a multiple of three
 _TERNARY = (np.arange(_TERNARY_LIMIT) % 3 - 1).astype(np.float64)

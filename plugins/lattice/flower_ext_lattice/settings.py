@@ -9,8 +9,8 @@ from functools import cached_property
 
 from flower_ext.checks import Count, Positive
 from flower_ext.errors import InvalidValue, ProtocolError
+from flower_ext.secure.labels import KEY_BYTES
 from flower_ext.secure.weighting.agreement import PartySettings
-from flower_ext.secure.weighting.oblivious import KEY_BYTES
 from flower_ext_lattice.layout import DEGREE
 
 NONCE_BYTES = 32

@@ -29,7 +29,7 @@ def at_least(least, population, marked, drawn):
     return Fraction(sum(ways), math.comb(population, drawn))
 
 
-def bounds(sums, members, population, rounds, neighbors, threshold):
+def bounds(sums, members, population, rounds, num_neighbors, threshold):
     """Return how often a run breaks each bound, in parts of what is allowed, by plain counting."""
     corrupt, lost = (
         math.ceil(Fraction(str(share)) * size)
@@ -38,15 +38,15 @@ def bounds(sums, members, population, rounds, neighbors, threshold):
     parameters = sums.for_cohort(members, population=population, rounds=rounds)
     others, stay = members - 1, members - 1 - lost
     empty = parameters.colluders + members - parameters.least_answers
-    both = 2 * threshold - neighbors if sums.resist_equivocation else threshold
+    both = 2 * threshold - num_neighbors if sums.resist_equivocation else threshold
     pairs = Fraction(members * (members - 1), 2)
-    few = 1 - at_least(threshold, others, stay, neighbors)
+    few = 1 - at_least(threshold, others, stay, num_neighbors)
     return {
         "unmasked": rounds
         * members
-        * at_least(both, population - 1, corrupt, neighbors)
+        * at_least(both, population - 1, corrupt, num_neighbors)
         / INSECURE,
-        "split": rounds * pairs * at_least(neighbors, members, empty, neighbors) / INSECURE,
+        "split": rounds * pairs * at_least(num_neighbors, members, empty, num_neighbors) / INSECURE,
         "failed": rounds * members * few / FAILED,
     }
 
@@ -62,17 +62,17 @@ def test_graphs_have_the_fewest_neighbours_with_which_no_bound_of_a_run_is_broke
 ):
     sums = SecureSum(colluding=shares[0], dropouts=shares[1], resist_equivocation=resist)
     found = sums.for_cohort(members, population=population, rounds=rounds)
-    assert found.threshold <= found.neighbors <= members - 1
-    if found.neighbors == members - 1:
-        both = 2 * found.threshold - found.neighbors if resist else found.threshold
+    assert found.threshold <= found.num_neighbors <= members - 1
+    if found.num_neighbors == members - 1:
+        both = 2 * found.threshold - found.num_neighbors if resist else found.threshold
         assert found.colluders < both
     else:
-        assert found.neighbors % 2 == 0
+        assert found.num_neighbors % 2 == 0
         facts = (sums, members, population, rounds)
-        broken = bounds(*facts, found.neighbors, found.threshold)
+        broken = bounds(*facts, found.num_neighbors, found.threshold)
         assert max(broken.values()) <= 1, broken
-        for threshold in range(1, found.neighbors - 1):
-            assert max(bounds(*facts, found.neighbors - 2, threshold).values()) > 1
+        for threshold in range(1, found.num_neighbors - 1):
+            assert max(bounds(*facts, found.num_neighbors - 2, threshold).values()) > 1
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_in_a_complete_graph_colluders_get_no_secret_and_all_others_reach_the_th
             continue
         found = sums.for_cohort(members)
         lost = members - found.least_answers
-        assert found.neighbors == members - 1
+        assert found.num_neighbors == members - 1
         assert found.colluders < found.threshold == members - 1 - lost
         assert not resist or 2 * found.threshold > members - 1 + found.colluders
         assert lost >= dropouts * members - 1e-9
@@ -118,8 +118,8 @@ def test_in_a_complete_graph_colluders_get_no_secret_and_all_others_reach_the_th
 
 def test_up_to_64_members_are_all_neighbours():
     sums = SecureSum(colluding=0.0, dropouts=0.0)
-    assert sums.for_cohort(64).neighbors == 63
-    assert sums.for_cohort(65).neighbors < 64
+    assert sums.for_cohort(64).num_neighbors == 63
+    assert sums.for_cohort(65).num_neighbors < 64
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_in_a_complete_graph_of_a_random_cohort_only_the_number_of_colluders_is_
     found = SecureSum(colluding=colluding, dropouts=dropouts).for_cohort(
         members, population=population
     )
-    assert (found.neighbors, found.threshold) == (members - 1, found.least_answers - 1)
-    assert found.colluders < 2 * found.threshold - found.neighbors
+    assert (found.num_neighbors, found.threshold) == (members - 1, found.least_answers - 1)
+    assert found.colluders < 2 * found.threshold - found.num_neighbors
 
 
 def test_without_a_number_of_rounds_a_run_has_one():
@@ -160,21 +160,21 @@ def test_each_bound_is_that_of_plain_counting(which, threshold, monkeypatch):
         rounds=rounds,
         equivocation=True,
     )
-    neighbors, others = 10, members - 1
+    num_neighbors, others = 10, members - 1
     broken = {
         "unmasked": members
-        * at_least(2 * threshold - neighbors, population - 1, corrupt, neighbors),
+        * at_least(2 * threshold - num_neighbors, population - 1, corrupt, num_neighbors),
         "split": members
         * (members - 1)
         / 2
-        * at_least(neighbors, members, colluders + lost, neighbors),
-        "failed": members * (1 - at_least(threshold, others, others - lost, neighbors)),
+        * at_least(num_neighbors, members, colluders + lost, num_neighbors),
+        "failed": members * (1 - at_least(threshold, others, others - lost, num_neighbors)),
     }
     law = cohort._succeeds if which == "failed" else cohort._is_secure
     for part, holds in ((0.9999, False), (1.0001, True)):
         allowed = float(rounds * broken[which]) * part
         monkeypatch.setattr(module, "_FAILED" if which == "failed" else "_INSECURE", allowed)
-        assert law(neighbors, threshold) is holds
+        assert law(num_neighbors, threshold) is holds
 
 
 @pytest.fixture
@@ -193,31 +193,31 @@ def likely(monkeypatch):
         cache.cache_clear()
 
 
-def splits(rng, members, empty, neighbors, trials):
+def splits(rng, members, empty, num_neighbors, trials):
     """Return the share of random circles on which the members that stay are not connected."""
     gone = rng.permuted(np.tile(np.arange(members) < empty, (trials, 1)), axis=1)
     count = 0
     for places in gone:
         stay = np.flatnonzero(~places)
         steps = np.diff(stay, append=stay[0] + members)
-        count += np.count_nonzero(steps > neighbors // 2) >= 2
+        count += np.count_nonzero(steps > num_neighbors // 2) >= 2
     return count / trials
 
 
 def test_a_circle_falls_apart_where_two_steps_are_longer_than_half_the_neighbours():
-    rng, members, neighbors = np.random.default_rng(1), 30, 4
+    rng, members, num_neighbors = np.random.default_rng(1), 30, 4
     for _ in range(200):
         order = tuple(rng.permutation(members).tolist())
-        graph = graph_of(order, neighbors)
+        graph = graph_of(order, num_neighbors)
         stay = {order[place] for place in rng.choice(members, 18, replace=False)}
-        reached, edge, graph = set(), {min(stay)}, graph_of(order, neighbors)
+        reached, edge, graph = set(), {min(stay)}, graph_of(order, num_neighbors)
         while edge:
             reached |= edge
             near = (set(graph[member]) for member in edge)
             edge = (set().union(*near) & stay) - reached
         places = [place for place, member in enumerate(order) if member in stay]
         steps = [b - a for a, b in pairwise([*places, places[0] + members])]
-        assert (reached == stay) == (sum(step > neighbors // 2 for step in steps) < 2)
+        assert (reached == stay) == (sum(step > num_neighbors // 2 for step in steps) < 2)
 
 
 @pytest.mark.parametrize(
@@ -236,11 +236,13 @@ def test_random_circles_stay_whole_as_often_as_planned_and_one_gap_is_not_enough
     sums = SecureSum(colluding=0.0, dropouts=dropouts, resist_equivocation=False)
     found = sums.for_cohort(members)
     empty, rng, trials = round(dropouts * members), np.random.default_rng(2), 10_000
-    assert splits(rng, members, empty, found.neighbors, trials) < 0.0155  # 0.01, and 5.5 stddevs
+    assert (
+        splits(rng, members, empty, found.num_neighbors, trials) < 0.0155
+    )  # 0.01, and 5.5 stddevs
     fewer = next(
         k for k in range(2, members, 2) if members * at_least(k, members - 1, empty, k) <= 0.01
     )
-    assert fewer < found.neighbors
+    assert fewer < found.num_neighbors
     assert splits(rng, members, empty, fewer, trials) > 0.05
 
 
@@ -252,13 +254,13 @@ def test_in_random_cohorts_colluders_get_the_shares_that_unmask_as_seldom_as_pla
     members, population, trials = 100, 1_000, 10_000
     sums = SecureSum(colluding=0.1, dropouts=0.1, resist_equivocation=resist)
     found = sums.for_cohort(members, population=population)
-    rng, half = np.random.default_rng(6), found.neighbors // 2
+    rng, half = np.random.default_rng(6), found.num_neighbors // 2
     everyone = np.tile(np.arange(population) < 100, (trials, 1))
     colluding = rng.permuted(everyone, axis=1)[:, :members].astype(np.int16)
     around = np.concatenate([colluding[:, -half:], colluding, colluding[:, :half]], axis=1)
     ahead = np.cumsum(np.pad(around, ((0, 0), (1, 0))), axis=1)
     near = ahead[:, 2 * half + 1 :] - ahead[:, :members] - colluding
-    both = 2 * found.threshold - found.neighbors if resist else found.threshold
+    both = 2 * found.threshold - found.num_neighbors if resist else found.threshold
     broken = np.any((near >= both) & (colluding == 0), axis=1)
     assert 0.0001 < np.mean(broken) < 0.0155
     assert np.mean(colluding.sum(axis=1) > found.colluders) < 0.0155
@@ -272,7 +274,7 @@ def test_the_table_of_the_documentation_is_what_the_code_computes():
             sums = SecureSum(colluding=colluding, dropouts=dropouts)
             try:
                 found = sums.for_cohort(members, population=population, rounds=rounds)
-                cells.append(f"{found.neighbors}, {found.threshold}; {found.colluders}")
+                cells.append(f"{found.num_neighbors}, {found.threshold}; {found.colluders}")
             except ValueError:
                 cells.append("none")
         row = f"| {colluding:g}, {dropouts:g} | {' | '.join(cells)} |"
@@ -355,7 +357,7 @@ def test_no_lie_about_losses_shows_a_sum_of_fewer_honest_members_than_are_counte
     parameters = sums.for_cohort(members)
     most, count = members - parameters.least_answers, parameters.colluders
     everyone, rng = range(members), np.random.default_rng(members)
-    assert parameters.neighbors == members - 1
+    assert parameters.num_neighbors == members - 1
     # The best lie that we know: all say that the same members were lost, and see as few others.
     gone = {*range(count, count + most)}
     circle = {*range(parameters.threshold + 1)}
@@ -390,7 +392,7 @@ def test_signed_sums_that_leave_no_sum_to_hide_in_are_refused():
     with pytest.raises(InvalidValue, match="signed=True with dropouts=0.1 and 5 members"):
         SecureSum(colluding=0.1, dropouts=0.1, signed=True).for_cohort(5)
     assert SecureSum(colluding=0.1, dropouts=0.0, signed=True).for_cohort(5).honest_answers == 4
-    assert SecureSum(signed=True, colluding=0.0, dropouts=0.05).for_cohort(200).neighbors == 199
+    assert SecureSum(signed=True, colluding=0.0, dropouts=0.05).for_cohort(200).num_neighbors == 199
     with pytest.raises(InvalidValue, match="resist_equivocation"):
         SecureSum(signed=True, resist_equivocation=False)
     with pytest.raises(InvalidValue, match="or take larger cohorts$"):  # and names nothing refused

@@ -104,7 +104,7 @@ def test_every_fact_of_a_round_changes_its_digest():
         {"graph": bytes(32)},
         {"bits": 64},
         {"length": 51},
-        {"neighbors": 6},
+        {"num_neighbors": 6},
         {"threshold": 3},
         {"least_answers": 4},
         {"colluders": 1},
@@ -116,7 +116,7 @@ def test_every_fact_of_a_round_changes_its_digest():
 
 @pytest.mark.parametrize(
     "change",
-    [{"bits": 16}, {"threshold": 0}, {"threshold": 5}, {"least_answers": 1}, {"neighbors": 3}],
+    [{"bits": 16}, {"threshold": 0}, {"threshold": 5}, {"least_answers": 1}, {"num_neighbors": 3}],
 )
 def test_a_context_that_cannot_work_is_refused(change):
     with pytest.raises(InvalidValue, match=next(iter(change))):
@@ -125,10 +125,10 @@ def test_a_context_that_cannot_work_is_refused(change):
 
 @pytest.mark.parametrize(("members", "wanted"), [(2, 1), (7, 3), (10, 4), (11, 9), (101, 15)])
 def test_the_graph_is_symmetric_and_everybody_has_as_many_neighbours(members, wanted):
-    graph, neighbours = graph_for(members, wanted), degree(members, wanted)
-    assert wanted <= neighbours or neighbours == members - 1
+    graph, num_neighbors = graph_for(members, wanted), degree(members, wanted)
+    assert wanted <= num_neighbors or num_neighbors == members - 1
     for member, near in enumerate(graph):
-        assert len(set(near) - {member}) == len(near) == neighbours
+        assert len(set(near) - {member}) == len(near) == num_neighbors
         assert sorted(near) == list(near)
         assert all(member in graph[other] for other in near)
 

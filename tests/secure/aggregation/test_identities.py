@@ -130,7 +130,7 @@ def test_keys_signed_for_another_round_or_place_are_refused(identities):
 
 def test_the_server_cannot_choose_neighbours_or_leave_signatures_out(identities):
     sparse = round_context(8, 4, threshold=3, least=4)
-    with pytest.raises(InvalidValue, match="neighbors=4 of a signed round: expected 7"):
+    with pytest.raises(InvalidValue, match="num_neighbors=4 of a signed round: expected 7"):
         replace(sparse, signed=True)
     unsigned = member_of(sparse, 0, graph_for(8, 4)[0])
     with pytest.raises(ProtocolError, match="this round is not signed"):

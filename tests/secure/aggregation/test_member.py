@@ -116,7 +116,7 @@ def test_a_neighbours_key_of_low_order_is_refused_before_anything_is_shared(valu
 
 
 @pytest.mark.parametrize(
-    ("neighbours", "message"),
+    ("neighbors", "message"),
     [
         ((1, 2, 3), "expected 4"),
         ((1, 2, 3, 3), "expected 4"),
@@ -125,9 +125,9 @@ def test_a_neighbours_key_of_low_order_is_refused_before_anything_is_shared(valu
         ((-1, 2, 3, 4), "from 0 to 5"),
     ],
 )
-def test_neighbours_that_the_context_does_not_allow_are_refused(neighbours, message):
+def test_neighbours_that_the_context_does_not_allow_are_refused(neighbors, message):
     with pytest.raises(InvalidValue, match=message):
-        member_of(round_context(), 0, neighbours)
+        member_of(round_context(), 0, neighbors)
 
 
 def test_a_message_of_another_round_is_refused():

@@ -11,18 +11,18 @@ from tests.support.secure_sum import Round, round_context
 
 
 @pytest.mark.parametrize("bits", [32, 64])
-@pytest.mark.parametrize(("members", "neighbours"), [(2, 1), (5, 10), (9, 4), (30, 8)])
-def test_the_sum_is_exact_modulo_the_ring(bits, members, neighbours):
-    context = round_context(members, neighbours, 1, 2, bits=bits, length=20_001)
+@pytest.mark.parametrize(("members", "num_neighbors"), [(2, 1), (5, 10), (9, 4), (30, 8)])
+def test_the_sum_is_exact_modulo_the_ring(bits, members, num_neighbors):
+    context = round_context(members, num_neighbors, 1, 2, bits=bits, length=20_001)
     one = Round(context)
     np.testing.assert_array_equal(one.run(), one.plain_sum())
     assert one.server.answered == set(range(members))
 
 
-@pytest.mark.parametrize("neighbours", [4, 8])
+@pytest.mark.parametrize("num_neighbors", [4, 8])
 @pytest.mark.parametrize("stage", range(4))
-def test_a_member_lost_at_any_stage_leaves_the_sum_of_the_others(stage, neighbours):
-    one = Round(round_context(9, neighbours, 2, 3))
+def test_a_member_lost_at_any_stage_leaves_the_sum_of_the_others(stage, num_neighbors):
+    one = Round(round_context(9, num_neighbors, 2, 3))
     lost = [(), (), (), ()]
     lost[stage] = (4,)
     np.testing.assert_array_equal(one.run(lost), one.plain_sum())
@@ -33,12 +33,12 @@ def random_round(seed):
     """Return True if the round gave a sum, which then is right; False if it was discarded."""
     rng = np.random.default_rng(seed)
     members = int(rng.integers(3, 25))
-    neighbours = int(rng.integers(2, members + 2))
+    num_neighbors = int(rng.integers(2, members + 2))
     facts = {"bits": int(rng.choice([32, 64])), "length": 17, "number": seed}
-    context = round_context(members, neighbours, 1, 2, **facts)
-    threshold = int(rng.integers(1, context.neighbors // 2 + 2))
+    context = round_context(members, num_neighbors, 1, 2, **facts)
+    threshold = int(rng.integers(1, context.num_neighbors // 2 + 2))
     least = int(rng.integers(2, max(3, members * 3 // 4)))
-    one = Round(round_context(members, neighbours, threshold, least, **facts))
+    one = Round(round_context(members, num_neighbors, threshold, least, **facts))
     rates = rng.uniform(0, 0.3, size=4)
     lost = [set(np.flatnonzero(rng.random(members) < rate).tolist()) for rate in rates]
     try:

@@ -127,12 +127,12 @@ class Equivocating:
     def __init__(self, parameters):
         self.context = context = round_context(
             parameters.members,
-            parameters.neighbors,
+            parameters.num_neighbors,
             parameters.threshold,
             parameters.least_answers,
             length=8,
         )
-        self.graph = graph = graph_for(context.members, context.neighbors, context.round_number)
+        self.graph = graph = graph_for(context.members, context.num_neighbors, context.round_number)
         circles = [{0}]
         for _ in range(3):
             circles.append(circles[-1].union(*(graph[index] for index in circles[-1])))
@@ -196,12 +196,12 @@ class Equivocating:
 
 
 @pytest.mark.parametrize(
-    ("colluding", "neighbours"),
+    ("colluding", "num_neighbors"),
     [(0.05, 0), pytest.param(0.1, 2, marks=pytest.mark.full)],
     ids=["the server", "with two of 22"],
 )
 def test_a_server_that_calls_a_member_answered_and_lost_gets_one_of_its_secrets_alone(
-    colluding, neighbours
+    colluding, num_neighbors
 ):
     """Planted: the smaller thresholds that suffice for a server that tells all the same."""
     for resist in (True, False):
@@ -209,8 +209,8 @@ def test_a_server_that_calls_a_member_answered_and_lost_gets_one_of_its_secrets_
         parameters = sums.for_cohort(100)
         server = Equivocating(parameters)
         near = server.graph[0]
-        most = 2 * parameters.threshold - parameters.neighbors - 1  # one more has it all
-        colluders = near[: most if resist else neighbours]
+        most = 2 * parameters.threshold - parameters.num_neighbors - 1  # one more has it all
+        colluders = near[: most if resist else num_neighbors]
         for index in colluders:
             server.corrupt(index)
         for place, index in enumerate(near[len(colluders) :]):

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from flower_ext.algorithms.uldp.averaging import UldpAvg, users_of_round
-from flower_ext.algorithms.uldp.weights import answer_server
+from flower_ext.algorithms.uldp.silo_answers import answer_server
 from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (

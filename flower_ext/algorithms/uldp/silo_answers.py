@@ -1,0 +1,111 @@
+"""The silos' answers before the first round: how they train users, and whose records they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from flwr.app import ConfigRecord, Message
+
+from flower_ext.algorithms.uldp.weights import USERS
+from flower_ext.data.examples import owned
+from flower_ext.federation import Clients, Question, RefusedReply, records
+from flower_ext.federation.client.user_draws import FINGERPRINT_BYTES
+from flower_ext.federation.replies import read_answer
+from flower_ext.federation.roster import FederationNotReady
+from flower_ext.training import LocalTraining, Params, trains_one_by_one
+
+HISTOGRAM, ONE_BY_ONE, FINGERPRINT = "histogram", "one-by-one", "draw-fingerprint"
+MOST_RECORDS = 2**40
+"""Largest number of records of one user in one silo, so that sums over silos stay exact."""
+
+
+def answer_server(question: Question) -> Params:
+    """Tell the server whether this silo would train its users one by one instead of in batches.
+
+    The silo sends two further facts only if the server asks for them: each user's number of
+    records, and the fingerprint of the key from which silos draw users.
+    """
+    num_users, examples = int(question.values[USERS]), question.data.train
+    owners = owned(question.data, num_users).owners
+    apart = len(examples) > 0 and any(
+        trains_one_by_one(question.task, examples, training)
+        for training in question.training.values()
+    )
+    answer = {ONE_BY_ONE: torch.tensor(int(apart))}
+    if question.values[HISTOGRAM]:
+        answer[HISTOGRAM] = torch.bincount(owners.cpu().long(), minlength=num_users)
+    if question.values[FINGERPRINT]:
+        answer[FINGERPRINT] = torch.tensor([*question.draw_fingerprint()], dtype=torch.uint8)
+    return answer
+
+
+def ask_silos(
+    clients: Clients,
+    num_users: int,
+    *,
+    trainings: Mapping[str, LocalTraining],
+    histogram: bool,
+    silos_draw: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ask each silo whether it trains its users one by one, and how many records each user has.
+
+    Parameters
+    ----------
+    trainings : Mapping[str, LocalTraining]
+        Trainings to ask about. The answer depends on the silo's machine.
+    histogram : bool
+        True to ask for the numbers of records as well.
+    silos_draw : bool
+        True to check that all silos draw the same users in each round.
+
+    Returns
+    -------
+    numpy.ndarray
+        bool (silos,): True for a silo that trains its users one by one.
+    numpy.ndarray
+        n_{s,u} as int64 (silos, users); of shape (silos, 0) without ``histogram``.
+
+    Raises
+    ------
+    FederationNotReady
+        A silo's data do not name the user of each record, a user's number is out of range, or
+        silos that draw the users have different keys. The message names the silo.
+    """
+    question = ConfigRecord({USERS: num_users, HISTOGRAM: histogram, FINGERPRINT: silos_draw})
+    content = {records.QUESTION: question, **records.training_records(trainings)}
+    answers = clients.query(
+        dict.fromkeys(clients.nodes, content),
+        lambda reply: _read_answer(reply, num_users if histogram else 0, silos_draw),
+    )
+    one_by_one, counts, keys = zip(*(answers[silo] for silo in sorted(answers)), strict=True)
+    for silo, key in zip(sorted(answers), keys, strict=True):
+        if key != keys[0]:
+            raise FederationNotReady(
+                f"silos {min(answers)} and {silo} would draw different users, because their keys "
+                "or their versions of NumPy differ: give all silos the same key, which "
+                "`flower-ext link key` writes, and the same version of NumPy"
+            )
+    return np.array(one_by_one), np.stack(counts)
+
+
+def _read_answer(
+    reply: Message, num_users: int, silos_draw: bool
+) -> tuple[bool, np.ndarray, bytes]:
+    arrays = read_answer(reply)
+    optional = {HISTOGRAM: num_users > 0, FINGERPRINT: silos_draw}
+    expected = {ONE_BY_ONE, *(name for name, is_expected in optional.items() if is_expected)}
+    if set(arrays) != expected or arrays[ONE_BY_ONE].shape != ():
+        raise RefusedReply(f"arrays {sorted(arrays)}: expected {sorted(expected)}")
+    if arrays[ONE_BY_ONE].dtype.kind not in "biu":
+        raise RefusedReply(f"{ONE_BY_ONE!r}: expected true or false")
+    counts = arrays.get(HISTOGRAM, np.empty(0, dtype=np.int64))
+    if counts.shape != (num_users,) or counts.dtype.kind not in "iu":
+        raise RefusedReply(f"{HISTOGRAM!r}: expected {num_users} integers")
+    if not 0 <= counts.min(initial=0) <= counts.max(initial=0) <= MOST_RECORDS:
+        raise RefusedReply(f"{HISTOGRAM!r}: expected numbers of records from 0 to 2^40")
+    key = arrays.get(FINGERPRINT, np.empty(0, dtype=np.uint8))
+    if key.dtype != np.uint8 or key.shape != ((FINGERPRINT_BYTES,) if silos_draw else (0,)):
+        raise RefusedReply(f"{FINGERPRINT!r}: expected {FINGERPRINT_BYTES} bytes")
+    return bool(arrays[ONE_BY_ONE]), counts.astype(np.int64), key.tobytes()
