@@ -339,7 +339,8 @@ def start(
     callbacks : Sequence[Callback]
         User code that the run calls when it begins, after each round, and when it ends.
     **options
-        Options of `FederatedStrategy` that no setting names: ``sum``, ``stragglers``, ``exposed``.
+        Options of `FederatedStrategy` that no setting names: ``sum``, ``stragglers``,
+        ``disclosures``.
 
     Raises
     ------

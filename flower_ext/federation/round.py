@@ -186,7 +186,9 @@ class TrainingRound:
         )
         self._round = Round("train", run.summation, opening, run.spending)
         cohort, contents = self.cohort, self._contents(config, protection)
-        run.checkpoints.begin(BegunRound(number, [*cohort.units], *self._round.sum.exposure()))
+        counts = self._round.sum.upload_counts()
+        begun = BegunRound(number, [*cohort.units], requests=counts.needed, uploads=counts.honest)
+        run.checkpoints.begin(begun)
         run.progress.row["cohort"] = len(cohort.partitions)
         if run.population.shows_users:
             run.progress.row["users"] = len(drawn.units)
@@ -259,12 +261,12 @@ class TrainingRound:
     def _record(self) -> None:
         """Count the participations, and note the metrics that came with the updates."""
         run, metrics, answered = self.run, self._round.metrics, len(self._round.metrics)
-        needed, honest = self._round.sum.exposure(answered)
-        assert honest is not None
+        counts = self._round.sum.upload_counts(answered)
+        assert counts.honest is not None
         # Write to disk before the step, because a killed server may have released this round's
         # mean.
-        run.checkpoints.finish(honest)
-        run.population.count(self.cohort.units, honest, requests=needed)
+        run.checkpoints.finish(counts.honest)
+        run.population.count(self.cohort.units, counts.honest, requests=counts.needed)
         run.progress.row |= {"answered": answered, **self._round.sum.measures}
         run.ever_answered |= answered > 0
         if norms := [each["update-norm"] for each in metrics.values() if "update-norm" in each]:

@@ -100,7 +100,7 @@ class Spending:
     """Records every release before it is made."""
     budget: Budget | None
     """Limit of the provable ε: a round that would exceed it is refused."""
-    exposed: Sequence[str]
+    disclosures: Sequence[str]
     """One line for each thing that the run reveals about clients' data and that no ε covers."""
     start: str = field(default_factory=lambda: uuid4().hex, init=False)
     """Identifies this process in the population's account."""

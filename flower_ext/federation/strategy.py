@@ -82,7 +82,7 @@ class FederatedStrategy(Strategy):
         Simulates clients that complete only some of their local epochs.
     timeout : float
         Seconds to wait for nodes to connect, and for replies.
-    exposed : Sequence[str]
+    disclosures : Sequence[str]
         One line for each thing outside the run that reveals something about the clients' data. The
         guarantees list them as not covered.
     frozen : str
@@ -115,7 +115,7 @@ class FederatedStrategy(Strategy):
         diagnostics: bool = False,
         stragglers: Stragglers | None = None,
         timeout: float = 600.0,
-        exposed: Sequence[str] = (),
+        disclosures: Sequence[str] = (),
         frozen: str = "",
         state_key_file: Path | None = None,
     ) -> None:
@@ -152,7 +152,7 @@ class FederatedStrategy(Strategy):
             plan=plan,
             summation=summation,
             population=method.population(plan, summation),
-            spending=Spending(ledger=ledger, budget=budget, exposed=tuple(exposed)),
+            spending=Spending(ledger=ledger, budget=budget, disclosures=tuple(disclosures)),
             options=options,
             directory=directory,
         )

@@ -38,8 +38,8 @@ QUERY = "query"
 class BegunRound:
     """A training round that the server began: its number, and the units whose data it uses.
 
-    ``requests`` and ``uploads`` are the two counts that `OpenSum.exposure` returns, from which the
-    noise in the round's sum is computed. ``uploads`` is None as long as it is unknown.
+    ``requests`` and ``uploads`` are the counts ``needed`` and ``honest`` of the round's sum
+    (`UploadCounts`). ``uploads`` is None as long as it is unknown.
     """
 
     training: int

@@ -43,7 +43,7 @@ from flower_ext.federation.failures import printable
 from flower_ext.federation.records import Arrays, bytes_record, flattened, shaped, single_message
 from flower_ext.federation.replies import LONGEST_REASON, RefusedReply, read_answer, read_metrics
 from flower_ext.federation.state.memory import ClientVault
-from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
+from flower_ext.federation.sums.summation import Opening, OpenSum, Summation, UploadCounts
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded
@@ -123,14 +123,17 @@ class OpenMaskedSum(OpenSum):
         ready = sorted(self._partitions[member] for member in self._deliveries)
         self.cohort = replace(opening.cohort, partitions=ready)
 
-    def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
+    def upload_counts(self, answered: int | None = None) -> UploadCounts:
         """Return the least number of answers in an unmasked sum, and of honest ones among them.
 
-        If the answers have arrived and the unmasking has not begun, the second count is 0, because
-        nobody can see a sum yet.
+        If the answers have arrived and the unmasking has not begun, ``honest`` is 0, because nobody
+        can see a sum yet.
         """
-        least, honest = self.parameters.least_answers, self.parameters.honest_answers
-        return least, honest if answered is None or self._unmasking else 0
+        is_visible = answered is None or self._unmasking
+        return UploadCounts(
+            needed=self.parameters.least_answers,
+            honest=self.parameters.honest_answers if is_visible else 0,
+        )
 
     def request(self, partition: int) -> Mapping[str, ArrayRecord]:
         """Return the record that one client's training request carries for the sum."""
