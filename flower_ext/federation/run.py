@@ -156,7 +156,7 @@ class Spending:
         numbers, and the ledger counts the two attempts as one release (see `Ledger.reserve`).
         """
         if release is not None and self.ledger is not None:
-            entry = self.ledger.reserve(release, round=server_round, identity=identity)
+            entry = self.ledger.reserve(release, server_round=server_round, identity=identity)
             self._reservation = self._release.enter_context(entry)
 
     @contextmanager
@@ -301,13 +301,13 @@ class Run:
             return None
         return derived_seed(self.options.seed or 0, kind, self.checkpoints.run_id, number)
 
-    def round_noise(self, number: int) -> NoiseSource:
+    def round_noise(self, training_round: int) -> NoiseSource:
         """Return the server's noise for a training round; call it before asking any client."""
         fresh = partial(self.options.noise, "server-noise")
         if self.noise_stream is None:
-            return fresh(number)
+            return fresh(training_round)
         like = self.mechanism.upload_like(self.model)
-        return self.noise_stream.at(number, like, fresh, repeats=self.repeats)
+        return self.noise_stream.at(training_round, like, fresh, repeats=self.repeats)
 
     def round_record(self, training_round: int, **more: Any) -> ConfigRecord:
         """Return the record that tells clients the run and the round, with the entries ``more``."""

@@ -158,7 +158,7 @@ class FederatedStrategy(Strategy):
         )
         self.run.mechanism.check_training(summary_of(self.run))
         evaluation(self.run, 0)  # refuses scores that do not fit the plan
-        self.training_round: TrainingRound | None = None
+        self.newest_round: TrainingRound | None = None
         """The newest training round; None before the first."""
         self._evaluation: ReportedScores | QueryRound | None = None
 
@@ -175,16 +175,16 @@ class FederatedStrategy(Strategy):
         run = self.run
         connect(run, grid, arrays)
         config = run.method.configure(config, run.model, run.method_state, run.plan)
-        self.training_round = TrainingRound(run, server_round)
-        return self.training_round.ask(_numbered(config, server_round))
+        self.newest_round = TrainingRound(run, server_round)
+        return self.newest_round.ask(_numbered(config, server_round))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Add up the replies as they arrive, refuse malformed ones, and take the server's step."""
-        if self.training_round is None:
+        if self.newest_round is None:
             raise InvalidValue("aggregate_train: expected configure_train first, in every round")
-        model = self.training_round.close(replies)
+        model = self.newest_round.close(replies)
         metrics = records.metrics_record(self.run.progress.row)
         return None if model is None else records.to_record(model), metrics
 

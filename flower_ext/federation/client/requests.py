@@ -68,7 +68,7 @@ class ClientRequest:
         return str(self.entries.get("run", ""))
 
     @property
-    def round(self) -> int:
+    def training_round(self) -> int:
         """Number of the training round."""
         return int(self.entries["number"])
 
