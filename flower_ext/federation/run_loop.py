@@ -229,7 +229,7 @@ class RunLoop:
         run, needed = self.run, self.run.remembered
         known = ConfigRecord({"run": run.checkpoints.run_id, "number": run.participations.rounds})
         everyone = {partition: {records.ROUND: known} for partition in run.clients.nodes}
-        versions = run.clients.query(everyone, _read_version)
+        versions = run.clients.ask_all(everyone, _read_version)
         lost = [p for p, version in sorted(versions.items()) if version < needed.get(p, 0)]
         if lost:
             kept = versions[lost[0]]

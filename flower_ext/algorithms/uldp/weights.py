@@ -179,7 +179,7 @@ def ask_silos(
     """
     question = ConfigRecord({USERS: num_users, HISTOGRAM: histogram, FINGERPRINT: silos_draw})
     content = {records.QUESTION: question, **records.training_records(trainings)}
-    answers = clients.query(
+    answers = clients.ask_all(
         dict.fromkeys(clients.nodes, content),
         lambda reply: _read_answer(reply, num_users if histogram else 0, silos_draw),
     )

@@ -64,7 +64,7 @@ from flower_ext.secure.messages import ProtocolMessage
 
 log = getLogger("flwr")
 
-BEGIN, KEYS, DELIVERY, QUESTION = "begin", "keys", "delivery", "question"
+BEGIN, KEYS, DELIVERY, UNMASK = "begin", "keys", "delivery", "question"
 SENT = "message"
 """Names of arrays. A message of a stage holds one array with the stage's name; an answer, and a
 masked contribution, hold one array with the name `SENT`."""
@@ -160,7 +160,7 @@ class OpenMaskedSum(OpenSum):
             requests = self._server.unmask_requests()
             # As soon as the first request leaves, an adversary may be able to see the sum.
             self._unmasking = True
-            self._ask(QUESTION, requests)
+            self._ask(UNMASK, requests)
             total = self._server.total()
         except IncompleteRound as error:
             raise RoundDiscarded(str(error)) from error
@@ -285,7 +285,7 @@ def answer(message: Message, context: Context, method: str) -> Message:
     identities = identities_of(context.node_config)
     with knowing_no_data():
         content = records.to_arrays(message.content.array_records[records.SECURE_SUM])
-        stage, data = single_message(content, BEGIN, KEYS, QUESTION)
+        stage, data = single_message(content, BEGIN, KEYS, UNMASK)
         vault = _vault(context, method)
         member = _invited(vault, data) if stage == BEGIN else _stored(vault)
         reply: ProtocolMessage
