@@ -51,9 +51,9 @@ def guarantees_of(run: Run) -> list[Guarantee]:
     claims = [replace(claim, units=units) for claim in claims_of(run, summary)]
     if not (answered := run.participations.answers):
         return claims
-    sums = f"noised sums of {', '.join(answered)}: the published claim covers training rounds only"
+    text = f"noised sums of {', '.join(answered)}: the published claim covers training rounds only"
     return [
-        replace(claim, not_covered=(*claim.not_covered, sums))
+        replace(claim, not_covered=(*claim.not_covered, text))
         if claim.basis == "published"
         else claim
         for claim in claims
@@ -78,7 +78,7 @@ def spent_by(run: Run) -> dict[str, float]:
 def not_covered(run: Run) -> list[str]:
     """Return one line for each thing that this run reveals and that no guarantee covers."""
     texts, options = ["whether and when each client answered"], run.options
-    noised = any(sums.query.schedule == "in evaluations" for sums in run.query_sums)
+    noised = any(each.query.schedule == "in evaluations" for each in run.query_sums)
     if options.evaluate_every and not noised:
         texts.append(
             "scores and test-set sizes that clients report un-noised at evaluation "
@@ -133,7 +133,7 @@ def charge(
     new = Charge(
         **run.identity,
         query=query,
-        start=run.spending.start,
+        start=run.spending.process_id,
         training=number,
         repeatable=run.repeats,
         unit=claim.unit,
@@ -155,6 +155,6 @@ def save_guarantees(run: Run, *, in_account: bool = True) -> None:
     guarantees, budget = guarantees_of(run), run.spending.budget
     if in_account and guarantees and budget is not None and budget.ledger is not None:
         provable = [claim for claim in guarantees if claim.basis == "provable"]
-        note_claims(budget.ledger, provable, **run.identity, start=run.spending.start)
+        note_claims(budget.ledger, provable, **run.identity, start=run.spending.process_id)
     if run.directory is not None:
         run.directory.save_guarantees(guarantees)

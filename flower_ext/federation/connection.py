@@ -103,7 +103,7 @@ def _check_foreign(run: Run, *, mod: bool) -> None:
     roster, mechanism = run.clients.roster, run.mechanism
     if run.query_sums:
         raise InvalidValue(
-            f"queries={[sums.query.name for sums in run.query_sums]}: expected none, because "
+            f"queries={[each.query.name for each in run.query_sums]}: expected none, because "
             "the nodes' ClientApp does not use this package and cannot answer a query with noise; "
             "build it with client_app(task)"
         )

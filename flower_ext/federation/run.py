@@ -102,7 +102,7 @@ class Spending:
     """Limit of the provable ε: a round that would exceed it is refused."""
     disclosures: Sequence[str]
     """One line for each thing that the run reveals about clients' data and that no ε covers."""
-    start: str = field(default_factory=lambda: uuid4().hex, init=False)
+    process_id: str = field(default_factory=lambda: uuid4().hex, init=False)
     """Identifies this process in the population's account."""
     _reservation: Reservation = field(default_factory=Reservation, init=False)
     _release: ExitStack = field(default_factory=ExitStack, init=False)

@@ -218,8 +218,8 @@ class FederatedStrategy(Strategy):
         """Log the method, its plan and its sums."""
         run = self.run
         log.info("%s · %s", run.method.label, run.plan.describe())
-        if sums := run.summation.describe():
-            log.info("%s", sums)
+        if description := run.summation.describe():
+            log.info("%s", description)
         if advice := run.method.server.advice(run.method.mean_noise(run.mechanism)):
             log.warning("%s", advice)
 

@@ -110,7 +110,7 @@ def masked_vector(query: VectorQuery, assignment: Assignment) -> RecordDict:
     protection = request.protection
     with knowing_no_data():
         policy.check(protection)
-        if protection.cell is None or records.SECURE_SUM not in request.sums:
+        if protection.cell is None or records.SECURE_SUM not in request.sum_messages:
             raise InvalidValue.tellable(
                 "the server's message has a query without a secure sum, or without the protection "
                 "ClipToCells: expected both, as the server's FederatedStrategy sends them"
@@ -121,7 +121,7 @@ def masked_vector(query: VectorQuery, assignment: Assignment) -> RecordDict:
     # norm in the query.
     cells = protection.released({"vector": vector}, noise)
     method = assignment.work.method.name
-    sent = masked.seal(cells, protection, request.sums, policy.context, method)
+    sent = masked.seal(cells, protection, request.sum_messages, policy.context, method)
     return RecordDict({records.UPDATE: records.to_record(sent)})
 
 

@@ -93,7 +93,7 @@ def assign(
 def _hidden_sum(
     request: ClientRequest, vault: ClientVault, num_users: int, clipping_norm: float
 ) -> HiddenSum | None:
-    if (message := request.sums.get(records.WEIGHTED_SUM)) is None:
+    if (message := request.sum_messages.get(records.WEIGHTED_SUM)) is None:
         return None
     return HiddenSum(
         stored_silo(vault),

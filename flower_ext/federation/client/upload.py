@@ -51,8 +51,9 @@ def upload_of(assignment: Assignment) -> Steps[records.Update]:
     result = yield from result_hiding_failures(assignment.work)
     contribution, update = _protected(assignment, result)
     metrics = _metrics(assignment, result, contribution)
-    work, sums, context = assignment.work, assignment.request.sums, assignment.policy.context
-    sent = masked.seal(update, work.protection, sums, context, work.method.name)
+    work, context = assignment.work, assignment.policy.context
+    sum_messages, name = assignment.request.sum_messages, work.method.name
+    sent = masked.seal(update, work.protection, sum_messages, context, name)
     # Store memory last, so that an error in masks or metrics keeps the previous round's memory.
     _store_memory(assignment, result, update)
     return records.Update(sent, metrics)

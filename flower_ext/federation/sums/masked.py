@@ -305,7 +305,7 @@ def answer(message: Message, context: Context, method: str) -> Message:
 def seal(
     update: NamedArrays,
     protection: Protection,
-    sums: Mapping[str, Arrays],
+    sum_messages: Mapping[str, Arrays],
     context: Context,
     method: str,
 ) -> Arrays:
@@ -313,15 +313,15 @@ def seal(
 
     If the protection has a ``cell``, the update holds int64 integers, in steps of the plan's grid.
     The client then sends these integers modulo a power of two, in the order of the arrays' names.
-    ``sums`` has the arrays of the server's training message that concern sums, by their records'
-    names. This function does not encrypt the client's part of a weighted sum: `HiddenSum` does so
-    when it adds the noise.
+    ``sum_messages`` has the arrays of the server's training message that concern sums, by their
+    records' names. This function does not encrypt the client's part of a weighted sum: `HiddenSum`
+    does so when it adds the noise.
     """
     arrays = records.arrays_of(update)
     if protection.cell is None:
         return arrays
     # The code below masks the update, so that the server sees only the sum of the cohort.
-    message = sums[records.SECURE_SUM]
+    message = sum_messages[records.SECURE_SUM]
     with knowing_no_data():
         vault = _vault(context, method)
         member = _stored(vault)
