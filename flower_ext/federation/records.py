@@ -279,7 +279,7 @@ class UploadReply(Message):
         if self.request is not None:
             # A caller may change the metadata that it gets, so do not rely on the request from
             # here on.
-            vars(self).update(_metadata=private.answering(self.request), request=None)
+            vars(self).update(_metadata=private.reply_metadata(self.request), request=None)
         metadata: Metadata = vars(self)["_metadata"]
         return metadata
 

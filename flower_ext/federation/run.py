@@ -26,7 +26,7 @@ from flower_ext.federation.model_checks import shared_arrays
 from flower_ext.federation.population import Population
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.state.checkpoint import BegunRound, Checkpoints
-from flower_ext.federation.state.folder import Packed, StateFolder, read_key
+from flower_ext.federation.state.folder import StateFolder, Stored, read_state_key
 from flower_ext.federation.state.noise_stream import NoiseStream
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.sums.summation import Summation
@@ -222,7 +222,7 @@ class Run:
         if isinstance(mechanism, SpacedRelease) and mechanism.strategy != StrategyMatrix():
             if self.directory is not None and not self.repeats:
                 path = self.options.state_key_file
-                key = None if path is None else read_key(path)
+                key = None if path is None else read_state_key(path)
                 folder = StateFolder(path=self.directory.path, sync=True, key=key)
             self.noise_stream = NoiseStream(mechanism.strategy, folder)
             # A resumed run keeps its first matrix: another computer may find another optimum.
@@ -355,7 +355,7 @@ class Run:
         }
         self.checkpoints.save(server_round, values, groups)
 
-    def restore(self, kept: Packed) -> None:
+    def restore(self, kept: Stored) -> None:
         """Restore a checkpoint of the same plan and model, except for the state of the sums."""
         values = kept.values
         self.check_model(kept.arrays[MODEL])

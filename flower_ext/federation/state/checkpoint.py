@@ -22,7 +22,7 @@ from typing import Any
 from uuid import uuid4
 
 from flower_ext.federation.records import Arrays
-from flower_ext.federation.state.folder import Damaged, Packed, pack, unpack
+from flower_ext.federation.state.folder import Damaged, Stored, deserialised, serialised
 from flower_ext.files import append_line, sync_to_disk, whole_lines, write_whole
 from flower_ext.runs import RunWriter
 
@@ -106,18 +106,18 @@ class Checkpoints:
             sync_to_disk(self.directory.metrics_path)
         folder = self._folder()
         write_whole(
-            folder / f"{server_round}.checkpoint", pack(values, groups), sync=not self.repeats
+            folder / f"{server_round}.checkpoint", serialised(values, groups), sync=not self.repeats
         )
         for old in self._rounds()[:-_KEPT]:
             (folder / f"{old}.checkpoint").unlink()
 
-    def newest(self) -> Packed | None:
+    def newest(self) -> Stored | None:
         """Read the newest intact checkpoint; return None if there never was one."""
         damage: list[str] = []
         for number in reversed(self._rounds()):
             file = self._folder() / f"{number}.checkpoint"
             try:
-                return unpack(file.read_bytes())
+                return deserialised(file.read_bytes())
             except Damaged as error:
                 damage.append(f"{file}: {error}")
                 log.warning("%s; the run continues from an earlier checkpoint", damage[-1])

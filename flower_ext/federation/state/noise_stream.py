@@ -26,7 +26,13 @@ from collections.abc import Callable
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.records import Arrays
-from flower_ext.federation.state.folder import SECRETS, Packed, StateFolder, pack, unpack
+from flower_ext.federation.state.folder import (
+    SECRETS,
+    StateFolder,
+    Stored,
+    deserialised,
+    serialised,
+)
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.correlated_noise import Past, PreparedNoise, StrategyMatrix
 
@@ -46,9 +52,9 @@ class NoiseStream:
         self._past: Past | None = None
         self._training_round = 0
         if folder is not None and (content := folder.read(FILE)) is not None:
-            self._restore(unpack(content))
+            self._restore(deserialised(content))
 
-    def _restore(self, kept: Packed) -> None:
+    def _restore(self, kept: Stored) -> None:
         self._training_round = kept.values["round"]
         self.matrix = StrategyMatrix(**kept.values["matrix"])
         earlier, buffers = (
@@ -106,7 +112,7 @@ class NoiseStream:
                 **{f"{_BUFFER}{n}": vector for n, vector in enumerate(past.buffers)},
             }
             self._folder.write(
-                FILE, pack({"round": training_round, "matrix": vars(self.matrix)}, groups)
+                FILE, serialised({"round": training_round, "matrix": vars(self.matrix)}, groups)
             )
         self._past, self._training_round = past, training_round
 
