@@ -189,6 +189,12 @@ class Run:
     options: StrategyOptions
     directory: RunWriter | None
 
+    progress: Progress = field(init=False)
+    clients: Clients = field(init=False)
+    checkpoints: Checkpoints = field(init=False)
+    noise_stream: NoiseStream | None = field(init=False)
+    """The noise of the rounds, if it is correlated; otherwise None."""
+
     # What changes between two rounds, in addition to the participations.
     state: State | None = field(default=None, init=False)
     """The method's state; None before the first round."""
@@ -217,16 +223,39 @@ class Run:
         self.progress = Progress(self.directory)
         self.clients = Clients(self.method.client.name, self.progress, timeout=self.options.timeout)
         self.checkpoints = Checkpoints(self.directory, repeats=self.repeats)
-        self.noise_stream: NoiseStream | None = None
-        mechanism, folder = self.mechanism, None
+        self.noise_stream, mechanism = None, self.mechanism
         if isinstance(mechanism, SpacedRelease) and mechanism.strategy != StrategyMatrix():
-            if self.directory is not None and not self.repeats:
-                path = self.options.state_key_file
-                key = None if path is None else read_state_key(path)
-                folder = StateFolder(path=self.directory.path, sync=True, key=key)
-            self.noise_stream = NoiseStream(mechanism.strategy, folder)
+            self.noise_stream = NoiseStream(mechanism.strategy, self._noise_folder())
             # A resumed run keeps its first matrix: another computer may find another optimum.
             self.summation.mechanism = replace(mechanism, strategy=self.noise_stream.matrix)
+
+    def _noise_folder(self) -> StateFolder | None:
+        """Return the folder that keeps the noise of earlier rounds; None if only memory does."""
+        if self.directory is None or self.repeats:
+            return None
+        path = self.options.state_key_file
+        key = None if path is None else read_state_key(path)
+        return StateFolder(path=self.directory.path, sync=True, key=key)
+
+    def recorded_in(self, directory: RunWriter, *, limit: Budget | None) -> Run:
+        """Return the run that writes to ``directory``; see `FederatedStrategy.record_in`."""
+        if (other := self.directory) is not None:
+            raise InvalidValue(
+                f"directory={str(other.path)!r}: the strategy already writes to this directory; "
+                "create the strategy without the option directory="
+            )
+        if self.participations.rounds:
+            raise InvalidValue(
+                f"strategy={self.method.name}: expected a strategy that has not run yet; create a "
+                "new one for a new run"
+            )
+        spending = self.spending
+        if self.mechanism.release is None:
+            spending = replace(spending, budget=spending.budget or limit)
+        elif spending.ledger is None:
+            spending = replace(spending, ledger=directory.open_ledger(budget=limit))
+        # Everything that changes between rounds begins anew, because no round has begun.
+        return replace(self, directory=directory, spending=spending)
 
     def shared_part(self, arrays: ArrayRecord) -> records.Arrays:
         """Return the arrays of a model that clients share.

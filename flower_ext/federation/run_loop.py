@@ -26,7 +26,7 @@ from flower_ext.privacy.mechanisms.updates import require_finite
 log = getLogger("flwr")
 
 
-@dataclass(eq=False)
+@dataclass(kw_only=True, eq=False)
 class RunLoop:
     """Plays the rounds of a new or resumed run through the four methods of a Flower strategy.
 

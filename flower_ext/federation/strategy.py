@@ -7,7 +7,6 @@ is in `round` and `query_round`, and is the same for every method.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
 from typing import final
@@ -269,9 +268,16 @@ class FederatedStrategy(Strategy):
         """
         player = player or self
         player.summary()
-        configs = (train_config or ConfigRecord(), evaluate_config or ConfigRecord())
         loop = RunLoop(
-            self.run, player, grid, num_rounds, timeout, *configs, evaluate_fn, should_stop
+            run=self.run,
+            player=player,
+            grid=grid,
+            num_rounds=num_rounds,
+            timeout=timeout,
+            train_config=train_config or ConfigRecord(),
+            evaluate_config=evaluate_config or ConfigRecord(),
+            evaluate_fn=evaluate_fn,
+            should_stop=should_stop,
         )
         return loop.start(initial_arrays)
 
@@ -281,22 +287,7 @@ class FederatedStrategy(Strategy):
         ``limit`` is the budget of the new ledger. A plan that makes no releases has no ledger:
         ``limit`` then becomes the budget of the run, unless the run has one already.
         """
-        run, spending = self.run, self.run.spending
-        if (other := run.directory) is not None:
-            raise InvalidValue(
-                f"directory={str(other.path)!r}: the strategy already writes to this directory; "
-                "create the strategy without the option directory="
-            )
-        if run.participations.rounds:
-            raise InvalidValue(
-                f"strategy={run.method.name}: expected a strategy that has not run yet; create a "
-                "new one for a new run"
-            )
-        if run.mechanism.release is None:
-            spending = replace(spending, budget=spending.budget or limit)
-        elif spending.ledger is None:
-            spending = replace(spending, ledger=directory.open_ledger(budget=limit))
-        self.run = replace(run, directory=directory, spending=spending)
+        self.run = self.run.recorded_in(directory, limit=limit)
 
     def guarantees(self) -> list[Guarantee]:
         """Return the published and the provable guarantees of all rounds so far.
