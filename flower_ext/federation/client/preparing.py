@@ -130,7 +130,7 @@ def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientDa
         if reason := why_state_is_shared(task, data.train, train):
             raise InvalidValue.tellable(reason)
         return data
-    return NO_DATA
+    return NO_DATA  # the error was hidden
 
 
 def data_of(task: Task, partition: int, *, hide_errors: bool) -> ClientData:

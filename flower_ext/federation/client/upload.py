@@ -77,9 +77,10 @@ def result_hiding_failures(work: ClientWork) -> Steps[LocalResult]:
         return (yield from completed(work.method.local_update(work)))
     with hidden(protection.hides_failures):
         return (yield from _finite_result(work))
+    # The error was hidden.
     with hidden(not protection.of_units):
         return (yield from _finite_result(replace(work, data=NO_DATA)))
-    return LocalResult(model=work.received, memory=work.memory)
+    return LocalResult(model=work.received, memory=work.memory)  # both errors were hidden
 
 
 def _finite_result(work: ClientWork) -> Steps[LocalResult]:
@@ -133,7 +134,7 @@ def _protected(assignment: Assignment, result: LocalResult) -> tuple[Contributio
     # A difference of two finite models may overflow.
     with hidden(protection.hides_failures and not protection.of_units):
         return protect(result)
-    return protect(LocalResult(model=received))
+    return protect(LocalResult(model=received))  # the error was hidden
 
 
 def contribution_of(result: LocalResult, received: Params, *, whole: bool) -> Contribution:
