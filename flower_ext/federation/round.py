@@ -26,7 +26,8 @@ from flower_ext.federation.method import Released
 from flower_ext.federation.method_state import State
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.protection import to_entries
-from flower_ext.federation.run import Run, Spending
+from flower_ext.federation.run import Run
+from flower_ext.federation.spending import Spending
 from flower_ext.federation.state.checkpoint import BegunRound
 from flower_ext.federation.stragglers import shortened
 from flower_ext.federation.sums.summation import Opening, OpenSum, PlainSum, Summation

@@ -22,8 +22,9 @@ from flower_ext.federation.connection import connect
 from flower_ext.federation.method import Method
 from flower_ext.federation.query_round import QueryRound, ReportedScores, evaluation
 from flower_ext.federation.round import TrainingRound
-from flower_ext.federation.run import Run, Spending, StrategyOptions
+from flower_ext.federation.run import Run, StrategyOptions
 from flower_ext.federation.run_loop import RunLoop
+from flower_ext.federation.spending import Spending
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.sums.masked import MaskedSum
 from flower_ext.federation.sums.summation import PlainSum, Summation

@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord
 
 from flower_ext.algorithms import DPDitto, DPFedAvg
 from flower_ext.federation import FederatedStrategy, InProcessGrid
-from flower_ext.federation.run import Spending
+from flower_ext.federation.spending import Spending
 from flower_ext.privacy import (
     AdversaryView,
     Budget,
