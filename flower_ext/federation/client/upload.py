@@ -37,7 +37,7 @@ from flower_ext.federation.client.client_method import ClientWork, Contribution,
 from flower_ext.federation.client.node import OF_UPLOADS
 from flower_ext.federation.client.preparing import NO_DATA, Assignment
 from flower_ext.federation.failures import hidden, log_hidden
-from flower_ext.federation.sums import masked
+from flower_ext.federation.sums import masked_member
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.updates import NamedArrays, l2_norm, require_finite
@@ -53,7 +53,7 @@ def upload_of(assignment: Assignment) -> Steps[records.Update]:
     metrics = _metrics(assignment, result, contribution)
     work, context = assignment.work, assignment.policy.context
     sum_messages, name = assignment.request.sum_messages, work.method.name
-    sent = masked.seal(update, work.protection, sum_messages, context, name)
+    sent = masked_member.seal(update, work.protection, sum_messages, context, name)
     # Store memory last, so that an error in masks or metrics keeps the previous round's memory.
     _store_memory(assignment, result, update)
     return records.Update(sent, metrics)

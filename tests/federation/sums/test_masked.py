@@ -17,7 +17,7 @@ from flower_ext.errors import ProtocolError
 from flower_ext.federation import records
 from flower_ext.federation.client import client_side, preparing
 from flower_ext.federation.state.memory import ClientVault
-from flower_ext.federation.sums import masked
+from flower_ext.federation.sums import masked_member
 from flower_ext.federation.sums.masked import BEGIN, KEYS, UNMASK
 from flower_ext.privacy import (
     AdversaryView,
@@ -225,7 +225,7 @@ def _mask_at_once(folder, asked, value, both_loaded, outcomes):
     try:
         cells = ClipAndNoise(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16)
         sums = {records.SECURE_SUM: asked}
-        masked.seal({"w": np.full(50, value, np.int64)}, cells, sums, context, "one")
+        masked_member.seal({"w": np.full(50, value, np.int64)}, cells, sums, context, "one")
         outcomes.put("masked")
     except ProtocolError as error:
         outcomes.put(str(error))
