@@ -9,7 +9,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
 from flower_ext.algorithms.uldp import UldpAvg
-from flower_ext.data.examples import MOST_USERS, owned
+from flower_ext.data.users import MOST_USERS, owned
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     FederatedStrategy,

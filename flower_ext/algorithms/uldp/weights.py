@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
 
-from flower_ext.data.examples import owned
+from flower_ext.data.users import owned
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import Clients, ClientWork, Question, RefusedReply, records
 from flower_ext.federation.client.user_draws import FINGERPRINT_BYTES

@@ -17,7 +17,7 @@ import torch
 from flwr.app import ArrayRecord
 
 from flower_ext.data import ClientData
-from flower_ext.data.examples import owned
+from flower_ext.data.users import owned
 from flower_ext.errors import InvalidValue, ProtocolError, knowing_no_data, tellable
 from flower_ext.federation.records import (
     Arrays,
