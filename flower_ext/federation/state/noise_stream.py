@@ -38,6 +38,8 @@ from flower_ext.privacy.mechanisms.correlated_noise import Past, PreparedNoise, 
 
 FILE = f"{SECRETS}/noise"
 _LATEST, _EARLIER, _BUFFER = "latest", "earlier.", "buffer."
+FreshNoise = Callable[[int], NoiseSource]
+"""Returns the source of the fresh noise of a training round."""
 
 
 class NoiseStream:
@@ -74,18 +76,12 @@ class NoiseStream:
         return self._folder is not None and self._training_round == rounds + 1
 
     def at(
-        self,
-        training_round: int,
-        like: Arrays,
-        source: Callable[[int], NoiseSource],
-        *,
-        repeats: bool,
+        self, training_round: int, like: Arrays, source: FreshNoise, *, repeats: bool
     ) -> NoiseSource:
         """Write the state of a training round to disk, then return the round's noise.
 
-        ``source`` returns the source of a round's fresh noise. ``repeats`` means that the source of
-        a repeated round gives the same numbers again. After an error, the server must not ask any
-        client.
+        ``repeats`` means that the ``source`` of a repeated round gives the same numbers again.
+        After an error, the server must not ask any client.
         """
         if repeats and self._training_round >= training_round:
             self._training_round, self._past = 0, None  # all numbers are drawn again
@@ -102,7 +98,7 @@ class NoiseStream:
         assert self._past is not None
         return PreparedNoise(self._past.latest, is_secure=source(training_round).is_secure)
 
-    def _advance(self, like: Arrays, source: Callable[[int], NoiseSource]) -> None:
+    def _advance(self, like: Arrays, source: FreshNoise) -> None:
         """Draw the next round's noise, and store it and all noise that later rounds still need."""
         training_round, past = self._training_round + 1, self._drawn(like, source)
         if self._folder is not None:  # if writing fails, the stream has not moved
@@ -116,5 +112,5 @@ class NoiseStream:
             )
         self._past, self._training_round = past, training_round
 
-    def _drawn(self, like: Arrays, source: Callable[[int], NoiseSource]) -> Past:
+    def _drawn(self, like: Arrays, source: FreshNoise) -> Past:
         return self.matrix.next(source(self._training_round + 1).gaussian(like, 1.0), self._past)
