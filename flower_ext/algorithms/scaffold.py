@@ -80,8 +80,7 @@ class Scaffold(Method):
     """
 
     client = ClientMethod(name="scaffold", local_update=local_update, memory=Memory.MIRRORED)
-    needs_each_update = True
-    needs_metrics = True
+    needs_each_update = needs_metrics = True
 
     local: LocalTraining = LocalTraining()
 

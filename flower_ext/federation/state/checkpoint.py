@@ -105,9 +105,8 @@ class Checkpoints:
         if not self.repeats and self.directory.metrics_path.exists():
             sync_to_disk(self.directory.metrics_path)
         folder = self._folder()
-        write_whole(
-            folder / f"{server_round}.checkpoint", serialised(values, groups), sync=not self.repeats
-        )
+        file = folder / f"{server_round}.checkpoint"
+        write_whole(file, serialised(values, groups), sync=not self.repeats)
         for old in self._rounds()[:-_KEPT]:
             (folder / f"{old}.checkpoint").unlink()
 

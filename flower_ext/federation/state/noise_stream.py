@@ -107,9 +107,8 @@ class NoiseStream:
                 **{f"{_EARLIER}{n}": vector for n, vector in enumerate(past.earlier)},
                 **{f"{_BUFFER}{n}": vector for n, vector in enumerate(past.buffers)},
             }
-            self._folder.write(
-                FILE, serialised({"round": training_round, "matrix": vars(self.matrix)}, groups)
-            )
+            values = {"round": training_round, "matrix": vars(self.matrix)}
+            self._folder.write(FILE, serialised(values, groups))
         self._past, self._training_round = past, training_round
 
     def _drawn(self, like: Arrays, source: FreshNoise) -> Past:
