@@ -130,6 +130,7 @@ TESTS = {
     "federation/replies.py": ("federation/test_records.py", "federation/test_hostile.py"),
     "federation/round.py": ("federation/test_round.py", *_OF_RUNS),
     "federation/run.py": ("federation/test_resume.py", "federation/test_spending.py", *_OF_RUNS),
+    "federation/spending.py": ("federation/test_spending.py", *_OF_RUNS),
     "federation/claims.py": (
         "federation/test_spending.py",
         "privacy/test_shared_ledger.py",
@@ -138,6 +139,7 @@ TESTS = {
     "federation/query_round.py": ("federation/test_query_round.py", *_OF_MASKS),
     "federation/strategy.py": _OF_RUNS,
     "federation/sums/masked.py": _OF_MASKS,
+    "federation/sums/masked_member.py": _OF_MASKS,
     "federation/sums/summation.py": (
         "federation/test_round.py",
         "federation/test_hostile.py",

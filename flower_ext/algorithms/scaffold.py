@@ -68,9 +68,8 @@ class Scaffold(Method):
     """Stochastic controlled averaging.
 
     The plan decides how clients are weighted in the mean that moves the model x. In the control
-    variate c, all clients count alike.
-
-    Any plan but a `ReleasePlan` fits, because the server needs each client's update.
+    variate c, all clients count alike. Any plan but a `ReleasePlan` fits, because the server needs
+    each client's update.
 
     Parameters
     ----------
@@ -81,8 +80,7 @@ class Scaffold(Method):
     """
 
     client = ClientMethod(name="scaffold", local_update=local_update, memory=Memory.MIRRORED)
-    needs_each_update = True
-    needs_metrics = True
+    needs_each_update = needs_metrics = True
 
     local: LocalTraining = LocalTraining()
 

@@ -1,15 +1,9 @@
 """Data sets and their partitions among clients."""
 
 from flower_ext.data.datasets import DataNotFound, DatasetInfo, describe, find_files, load, names
-from flower_ext.data.examples import (
-    ClientData,
-    Examples,
-    SiloData,
-    group_size,
-    limit_contributions,
-    within_unit_ball,
-)
+from flower_ext.data.examples import ClientData, Examples, within_unit_ball
 from flower_ext.data.partition import dirichlet, iid, partition, pathological, split
+from flower_ext.data.users import SiloData, group_size, limit_contributions
 from flower_ext.files import FOLDER_VARIABLE
 
 __all__ = [

@@ -33,7 +33,7 @@ def empty_run(run_id: int) -> Run:
     return Run.create_empty(run_id)
 
 
-def answers(app: ClientApp, message_type: str) -> bool:
+def has_function_for(app: ClientApp, message_type: str) -> bool:
     """Return True if a ClientApp has a function for messages of this type."""
     category, _, action = message_type.partition(".")
     return app._call is not None or f"{category}.{action or 'default'}" in app._registered_funcs
@@ -90,10 +90,10 @@ def _as_they_come(grid: Grid, waiting: set[str], timeout: float | None) -> Itera
 
 def reply_to(message: Message, content: RecordDict) -> Message:
     """Return ``Message(content, reply_to=message)``, without Flower's checks, which take time."""
-    return _message(answering(message), content)
+    return _message(reply_metadata(message), content)
 
 
-def answering(message: Message) -> Metadata:
+def reply_metadata(message: Message) -> Metadata:
     """Return the metadata of a reply to ``message``."""
     request, now = vars(message.metadata), time()
     metadata = _copied(message.metadata)

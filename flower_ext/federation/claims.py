@@ -11,7 +11,7 @@ from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.guarantee import claim_against
 from flower_ext.privacy.mechanisms.noised_sum import QuerySum
 from flower_ext.privacy.run_summary import RunSummary
-from flower_ext.privacy.shared_ledger import Charge, note_claims, note_uncovered
+from flower_ext.privacy.shared_ledger import Charge, note_claims, note_disclosure
 from flower_ext.privacy.shared_ledger import charge as charge_account
 from flower_ext.privacy.study_composition import WITHOUT_NOISE
 from flower_ext.privacy.units import AdversaryView
@@ -51,9 +51,9 @@ def guarantees_of(run: Run) -> list[Guarantee]:
     claims = [replace(claim, units=units) for claim in claims_of(run, summary)]
     if not (answered := run.participations.answers):
         return claims
-    sums = f"noised sums of {', '.join(answered)}: the published claim covers training rounds only"
+    text = f"noised sums of {', '.join(answered)}: the published claim covers training rounds only"
     return [
-        replace(claim, not_covered=(*claim.not_covered, sums))
+        replace(claim, not_covered=(*claim.not_covered, text))
         if claim.basis == "published"
         else claim
         for claim in claims
@@ -77,21 +77,21 @@ def spent_by(run: Run) -> dict[str, float]:
 
 def not_covered(run: Run) -> list[str]:
     """Return one line for each thing that this run reveals and that no guarantee covers."""
-    exposed, options = ["whether and when each client answered"], run.options
-    noised = any(sums.query.schedule == "in evaluations" for sums in run.query_sums)
+    texts, options = ["whether and when each client answered"], run.options
+    noised = any(each.query.schedule == "in evaluations" for each in run.query_sums)
     if options.evaluate_every and not noised:
-        exposed.append(
+        texts.append(
             "scores and test-set sizes that clients report un-noised at evaluation "
             "(evaluate_every=0 turns this off)"
         )
     if options.evaluate_every and options.training_loss:
-        exposed.append(
+        texts.append(
             "losses on training records that clients report un-noised at evaluation "
             "(training_loss=False turns this off)"
         )
     if options.diagnostics:
-        exposed.append("norms of updates before clipping (diagnostics=False turns this off)")
-    return [*exposed, *run.spending.exposed, *run.method.disclosures(run.summation)]
+        texts.append("norms of updates before clipping (diagnostics=False turns this off)")
+    return [*texts, *run.spending.disclosures, *run.method.disclosures(run.summation)]
 
 
 def charge(
@@ -123,8 +123,8 @@ def charge(
         number = after.answers[query]
     # The account lists what no ε covers, whatever becomes of this round.
     without_noise = [WITHOUT_NOISE] if mechanism.delta is None else []
-    for exposure in (*run.spending.exposed, *without_noise):
-        note_uncovered(budget.ledger, **run.identity, what=exposure)
+    for disclosure in (*run.spending.disclosures, *without_noise):
+        note_disclosure(budget.ledger, **run.identity, what=disclosure)
     if mechanism.delta is None:
         return
     provable = [claim for claim in claims_of(run, summary) if claim.basis == "provable"]
@@ -133,7 +133,7 @@ def charge(
     new = Charge(
         **run.identity,
         query=query,
-        start=run.spending.start,
+        start=run.spending.process_id,
         training=number,
         repeatable=run.repeats,
         unit=claim.unit,
@@ -155,6 +155,6 @@ def save_guarantees(run: Run, *, in_account: bool = True) -> None:
     guarantees, budget = guarantees_of(run), run.spending.budget
     if in_account and guarantees and budget is not None and budget.ledger is not None:
         provable = [claim for claim in guarantees if claim.basis == "provable"]
-        note_claims(budget.ledger, provable, **run.identity, start=run.spending.start)
+        note_claims(budget.ledger, provable, **run.identity, start=run.spending.process_id)
     if run.directory is not None:
         run.directory.save_guarantees(guarantees)

@@ -56,7 +56,7 @@ from flower_ext.federation.roster import (
     identity,
     is_rehearsal,
 )
-from flower_ext.federation.sums import masked
+from flower_ext.federation.sums import masked_member
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise, ProtectedByServer
 from flower_ext.privacy.mechanisms.updates import l2_norm
@@ -113,7 +113,7 @@ def _reply(
         if records.SECURE_SUM in content and records.MODEL not in content:
             # The message belongs to the protocol of a masked sum, and asks for no training.
             check_addressee(message, context)
-            return masked.answer(message, context, _NAME)
+            return masked_member.answer(message, context, _NAME)
         request, noise = _requested(message, context, allow_seeded_noise)
         received = records.to_arrays(message.content.array_records[records.MODEL])
         refuse_half_precision(received)
@@ -128,7 +128,7 @@ def _reply(
         log_hidden(error)
         update, norm = {name: still[name] for name in _floating(still)}, 0.0
     released = {**still, **request.protection.released(update, noise)}
-    sent = masked.seal(released, request.protection, request.sums, context, _NAME)
+    sent = masked_member.seal(released, request.protection, request.sum_messages, context, _NAME)
     metrics = {"update-norm": norm} if request.entries.get("diagnostics") else {}
     return Message(records.Update(sent, metrics).content(), reply_to=message)
 
@@ -149,7 +149,7 @@ def _requested(
             "strategy, another mod has removed the settings of the protection from the message: "
             "put client_level_dp_mod first in ClientApp(mods=...)"
         )
-    sums = {}
+    sum_messages = {}
     if protection.cell is not None:
         # One client's share of the noise alone would protect little.
         if records.SECURE_SUM not in message.content:
@@ -158,8 +158,8 @@ def _requested(
                 f"expected the record {records.SECURE_SUM!r}, too"
             )
         arrays = message.content.array_records[records.SECURE_SUM]
-        sums[records.SECURE_SUM] = records.to_arrays(arrays)
-    request = ClientRequest(protection=protection, entries=entries, sums=sums)
+        sum_messages[records.SECURE_SUM] = records.to_arrays(arrays)
+    request = ClientRequest(protection=protection, entries=entries, sum_messages=sum_messages)
     return request, NodePolicy(context, allow_seeded_noise).admit(request)
 
 

@@ -48,7 +48,7 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
             nodes = [*run.clients.nodes]
             content = {records.FROZEN: ConfigRecord({"fingerprint": run.options.frozen})}
             questions = dict.fromkeys(nodes[:1] if in_simulation() else nodes, content)
-            run.clients.query(questions, read_answer)
+            run.clients.ask_all(questions, read_answer)
         connected = Connected(
             clients=run.clients,
             summation=run.summation,
@@ -63,7 +63,7 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
             # The next round's ε depends on the clients' numbers of examples. Their first uploads
             # would reveal these anyway.
             sizes = {records.ROUND: run.round_record(0, **{"report-size": True})}
-            answers = run.clients.query(dict.fromkeys(run.clients.nodes, sizes), read_answer)
+            answers = run.clients.ask_all(dict.fromkeys(run.clients.nodes, sizes), read_answer)
             run.num_examples |= {p: int(answer["num-examples"]) for p, answer in answers.items()}
     except BaseException:
         run.clients.roster = Roster()  # the next call asks again
@@ -74,7 +74,7 @@ def leave_out_withdrawn(run: Run) -> None:
     """Tell clients that withdrew to delete their memory, and ask these clients nothing else.
 
     The account notes which clients confirm the deletion; the next run tells the others again. A
-    silo stays when one of its users withdraws, and leaves the user out of its answers to queries.
+    silo stays when one of its users withdraws, and leaves the user out of its answers to questions.
     """
     account, clients = run.spending.account, run.clients
     if run.method.traits.num_silos:
@@ -103,7 +103,7 @@ def _check_foreign(run: Run, *, mod: bool) -> None:
     roster, mechanism = run.clients.roster, run.mechanism
     if run.query_sums:
         raise InvalidValue(
-            f"queries={[sums.query.name for sums in run.query_sums]}: expected none, because "
+            f"queries={[each.query.name for each in run.query_sums]}: expected none, because "
             "the nodes' ClientApp does not use this package and cannot answer a query with noise; "
             "build it with client_app(task)"
         )

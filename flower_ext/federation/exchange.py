@@ -49,7 +49,7 @@ class Clients:
     def __init__(self, method: str, progress: Progress, *, timeout: float) -> None:
         self.method, self.progress, self.timeout = method, progress, timeout
         self.withdrawn_users: Collection[int] = ()
-        """Users whose records silos leave out of their answers to queries."""
+        """Users whose records silos leave out of their answers to questions."""
         self.refusals: list[str] = []
         self.roster = Roster()
         self.grid: Grid | None = None
@@ -119,7 +119,9 @@ class Clients:
         requests = self.request("query", contents, server_round)
         return requests.accepted(self.replies(requests.messages), read)
 
-    def query(self, contents: Mapping[int, Content], read: Callable[[Message], T]) -> dict[int, T]:
+    def ask_all(
+        self, contents: Mapping[int, Content], read: Callable[[Message], T]
+    ) -> dict[int, T]:
         """Send each client a message of type ``query``, and return the answers by partition.
 
         Raise `FederationNotReady` if a node does not answer, or if ``read`` refuses its answer.
@@ -208,11 +210,11 @@ class Requests:
             clients.progress.missing(self.kind, self.server_round, sorted(missing), refusals)
 
 
-def origin_fault(reply: Message, question: Message) -> str:
-    """Return why a reply does not answer ``question`` in its round; empty if it does."""
-    if isinstance(reply, UploadReply) and reply.question is question:
+def origin_fault(reply: Message, request: Message) -> str:
+    """Return why a reply does not answer ``request`` in its round; empty if it does."""
+    if isinstance(reply, UploadReply) and reply.request is request:
         return ""  # made in this process, for this message
-    received, expected = reply.metadata, question.metadata
+    received, expected = reply.metadata, request.metadata
     if received.group_id != expected.group_id:
         return f"answers round {received.group_id}, expected {expected.group_id}"
     if received.message_type != expected.message_type:

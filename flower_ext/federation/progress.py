@@ -82,13 +82,13 @@ class Progress:
         everyone = list(by_client)
         summary: dict[str, float] = {}
         for name in sorted(reported_by_most(everyone) - {"num-examples"}):
-            by_client = [scores for scores in everyone if name in scores]
-            values = [scores[name] for scores in by_client]
+            reporting = [scores for scores in everyone if name in scores]
+            values = [scores[name] for scores in reporting]
             spread = summarize(values, lower_is_better=is_loss(name))
             summary |= {f"{name}_{part}": value for part, value in vars(spread).items()}
-            if len(by_client) < len(everyone):
-                summary[f"{name}_clients"] = len(by_client)
-            sizes = [scores.get("num-examples", 0.0) for scores in by_client]
+            if len(reporting) < len(everyone):
+                summary[f"{name}_clients"] = len(reporting)
+            sizes = [scores.get("num-examples", 0.0) for scores in reporting]
             # The sizes are those of test sets, so they cannot weight losses on training examples.
             if name != "training_loss" and all(size > 0 for size in sizes):
                 summary[f"{name}_pooled"] = float(np.average(values, weights=sizes))

@@ -151,7 +151,7 @@ def evaluation(run: Run, server_round: int) -> ReportedScores | QueryRound:
 
     Refuse a run that asks for losses on training records if the plan evaluates by a noised sum.
     """
-    scores = [sums for sums in run.query_sums if sums.query.schedule == "in evaluations"]
+    scores = [each for each in run.query_sums if each.query.schedule == "in evaluations"]
     if not scores:
         return ReportedScores(run, server_round)
     if run.options.training_loss:

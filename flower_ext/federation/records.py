@@ -264,22 +264,22 @@ def metrics_record(values: Mapping[str, float]) -> MetricRecord:
 class UploadReply(Message):
     """A reply whose content is an `Update` until a caller reads or replaces the content."""
 
-    def __init__(self, question: Message, update: Update) -> None:
-        vars(self).update(_content=update, _error=None, question=question)
+    def __init__(self, request: Message, update: Update) -> None:
+        vars(self).update(_content=update, _error=None, request=request)
 
     @property
-    def question(self) -> Message | None:
+    def request(self) -> Message | None:
         """The answered message; None once a caller has read the metadata and may change it."""
-        question: Message | None = vars(self)["question"]
-        return question
+        request: Message | None = vars(self)["request"]
+        return request
 
     @property
     def metadata(self) -> Metadata:
         """The metadata that Flower's engines would deliver."""
-        if self.question is not None:
-            # A caller may change the metadata that it gets, so do not rely on the question from
+        if self.request is not None:
+            # A caller may change the metadata that it gets, so do not rely on the request from
             # here on.
-            vars(self).update(_metadata=private.answering(self.question), question=None)
+            vars(self).update(_metadata=private.reply_metadata(self.request), request=None)
         metadata: Metadata = vars(self)["_metadata"]
         return metadata
 
@@ -303,8 +303,8 @@ class UploadReply(Message):
 
 def sender_of(reply: Message) -> int:
     """Return the node that sent a reply, without building the metadata of an `UploadReply`."""
-    question = reply.question if isinstance(reply, UploadReply) else None
-    return reply.metadata.src_node_id if question is None else question.metadata.dst_node_id
+    request = reply.request if isinstance(reply, UploadReply) else None
+    return reply.metadata.src_node_id if request is None else request.metadata.dst_node_id
 
 
 def payload_bytes(messages: Iterable[Message]) -> int:

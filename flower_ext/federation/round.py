@@ -26,7 +26,8 @@ from flower_ext.federation.method import Released
 from flower_ext.federation.method_state import State
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.protection import to_entries
-from flower_ext.federation.run import Run, Spending
+from flower_ext.federation.run import Run
+from flower_ext.federation.spending import Spending
 from flower_ext.federation.state.checkpoint import BegunRound
 from flower_ext.federation.stragglers import shortened
 from flower_ext.federation.sums.summation import Opening, OpenSum, PlainSum, Summation
@@ -131,7 +132,7 @@ class TrainingRound:
         abandoned = run.checkpoints.open
         if abandoned is not None and not run.repeats:  # a repetition counts once, when it ends
             run.count_abandoned(abandoned)
-        self.run, self.number = run, run.participations.rounds + 1
+        self.run, self.training_round = run, run.participations.rounds + 1
         self.server_round = server_round
 
     @property
@@ -144,12 +145,12 @@ class TrainingRound:
 
         If the round would exceed the budget, raise `BudgetExhausted`, and send nothing.
         """
-        run, number, server_round = self.run, self.number, self.server_round
-        if number == 1:
+        run, training_round, server_round = self.run, self.training_round, self.server_round
+        if training_round == 1:
             rehearse(run, config)
         # The ε of a noised sum assumes that nobody knows the cohort, so no seed may determine it.
         secret = run.mechanism.release is not None and not run.repeats
-        rng = secure_generator() if secret else run.options.generator("cohort", number)
+        rng = secure_generator() if secret else run.options.generator("cohort", training_round)
         drawn = run.population.draw(rng)
         # Refuse a round before its sum is opened, because until then no client knows of the round.
         if run.spending.budget is not None:
@@ -159,34 +160,38 @@ class TrainingRound:
         # this round. A later one may take effect only in the next round.
         leave_out_withdrawn(run)
         drawn = run.population.without(drawn, run.spending.withdrawn)
-        if number - 1 == run.plan.rounds and not run.spending.limited:
+        if training_round - 1 == run.plan.rounds and not run.spending.limited:
             log.warning(
                 "training round %d is beyond the %d rounds for which the plan's noise was chosen, "
                 "and no budget ends the run",
-                number,
-                number - 1,
+                training_round,
+                training_round - 1,
             )
         run.mechanism.check_training(summary_of(run))
         # Write the privacy cost, then the noise, then the units to disk; only then may clients use
         # any data.
-        identity = run.release_identity("release", number)
-        run.spending.reserve(run.mechanism.release_in(number), server_round, identity)
+        identity = run.release_identity("release", training_round)
+        run.spending.reserve(run.mechanism.release_in(training_round), server_round, identity)
         cohort = run.method.begin_round(drawn, run.model, run.method_state)
         protection = run.mechanism.protection(summary_of(run), len(cohort.partitions))
         opening = Opening(
             clients=run.clients,
             population=run.population,
             cohort=cohort,
-            number=number,
+            number=training_round,
             server_round=server_round,
-            noise=run.round_noise(number),
+            noise=run.round_noise(training_round),
             model=run.model,
             protection=protection,
             check=run.method.check_update,
         )
         self._round = Round("train", run.summation, opening, run.spending)
         cohort, contents = self.cohort, self._contents(config, protection)
-        run.checkpoints.begin(BegunRound(number, [*cohort.units], *self._round.sum.exposure()))
+        counts = self._round.sum.upload_counts()
+        begun = BegunRound(
+            training_round, [*cohort.units], requests=counts.needed, uploads=counts.honest
+        )
+        run.checkpoints.begin(begun)
         run.progress.row["cohort"] = len(cohort.partitions)
         if run.population.shows_users:
             run.progress.row["users"] = len(drawn.units)
@@ -216,16 +221,16 @@ class TrainingRound:
         self, config: ConfigRecord, protection: Protection | None
     ) -> Mapping[int, Content]:
         """Return the content of the message to each client; equal requests share one object."""
-        run, method, number = self.run, self.run.method, self.number
+        run, method, training_round = self.run, self.run.method, self.training_round
         demands = to_entries(protection, seeded_noise=run.options.seeded_noise)
         if run.mechanism.tells_sizes:
             demands = {"report-size": True, **demands}
         slow: Mapping[int, float] = {}  # for each straggler, the fraction of its work that it does
         if (stragglers := run.options.stragglers) is not None:
             stragglers.check(method.training.values(), protects=run.mechanism.delta is not None)
-            rng = run.options.generator("stragglers", number)
+            rng = run.options.generator("stragglers", training_round)
             slow = stragglers.draw(self.cohort.partitions, run.population.num_nodes, rng)
-        trainings = {phase: t.in_round(number) for phase, t in method.training.items()}
+        trainings = {phase: t.in_round(training_round) for phase, t in method.training.items()}
         shared: Content = {
             records.MODEL: records.to_record(run.model),
             records.SETTINGS: ConfigRecord(dict(method.settings(run.plan))),
@@ -242,7 +247,7 @@ class TrainingRound:
         def content(progress: float | None, remembered: int | None) -> Content:
             done = {phase: shortened(training, progress) for phase, training in trainings.items()}
             entries = demands if remembered is None else {**demands, "remembered": remembered}
-            of_round = {records.ROUND: run.round_record(number, **left, **entries)}
+            of_round = {records.ROUND: run.round_record(training_round, **left, **entries)}
             return {**shared, **of_round, **records.training_records(done)}
 
         # A client with mirrored memory goes back to its memory of the last round whose reply the
@@ -259,12 +264,12 @@ class TrainingRound:
     def _record(self) -> None:
         """Count the participations, and note the metrics that came with the updates."""
         run, metrics, answered = self.run, self._round.metrics, len(self._round.metrics)
-        needed, honest = self._round.sum.exposure(answered)
-        assert honest is not None
+        counts = self._round.sum.upload_counts(answered)
+        assert counts.honest is not None
         # Write to disk before the step, because a killed server may have released this round's
         # mean.
-        run.checkpoints.finish(honest)
-        run.population.count(self.cohort.units, honest, requests=needed)
+        run.checkpoints.finish(counts.honest)
+        run.population.count(self.cohort.units, counts.honest, requests=counts.needed)
         run.progress.row |= {"answered": answered, **self._round.sum.measures}
         run.ever_answered |= answered > 0
         if norms := [each["update-norm"] for each in metrics.values() if "update-norm" in each]:
@@ -287,7 +292,7 @@ class TrainingRound:
             mean=dict(mean.value),
             # If the round releases a noised sum, the step must use only the released mean.
             kept=None if hidden or not run.method.needs_each_update else self._round.kept,
-            round=self.number,
+            round=self.training_round,
             population=population,
             fraction=sampling.sampling_rate if hidden else len(self._round.metrics) / population,
         )

@@ -1,17 +1,15 @@
-"""A run: its options, the privacy that it spends, and everything that changes between two rounds.
+"""A run: its options, and everything that changes between two rounds.
 
 The guarantees of a run are in `claims`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord
@@ -25,30 +23,27 @@ from flower_ext.federation.method_state import State, groups_under
 from flower_ext.federation.model_checks import shared_arrays
 from flower_ext.federation.population import Population
 from flower_ext.federation.progress import Progress
+from flower_ext.federation.spending import Spending
 from flower_ext.federation.state.checkpoint import BegunRound, Checkpoints
-from flower_ext.federation.state.folder import Packed, StateFolder, read_key
+from flower_ext.federation.state.folder import StateFolder, Stored, read_state_key
 from flower_ext.federation.state.noise_stream import NoiseStream
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.privacy import (
     Budget,
-    Ledger,
     NoiseSource,
     PrivacyPlan,
-    Release,
     SecureNoise,
     SeededNoise,
     secure_generator,
     seeded_generator,
 )
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.ledger import Reservation
 from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum, QuerySum
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.plans.release_mechanism import SpacedRelease
 from flower_ext.privacy.randomness import derived_seed
-from flower_ext.privacy.withdrawal import withdrawn
 from flower_ext.runs import RunWriter
 from flower_ext.training import matches
 
@@ -88,84 +83,6 @@ class StrategyOptions(Checked):
         return SecureNoise()
 
 
-@dataclass(kw_only=True)
-class Spending:
-    """The privacy that one run may spend and has spent.
-
-    Runs on the same population may share a budget, whose account then records what they spend
-    together (`claims.charge`).
-    """
-
-    ledger: Ledger | None
-    """Records every release before it is made."""
-    budget: Budget | None
-    """Limit of the provable ε: a round that would exceed it is refused."""
-    exposed: Sequence[str]
-    """One line for each thing that the run reveals about clients' data and that no ε covers."""
-    start: str = field(default_factory=lambda: uuid4().hex, init=False)
-    """Identifies this process in the population's account."""
-    _reservation: Reservation = field(default_factory=Reservation, init=False)
-    _release: ExitStack = field(default_factory=ExitStack, init=False)
-
-    @property
-    def limited(self) -> bool:
-        """True if the run has a budget, at which it ends."""
-        ledger = self.ledger
-        return self.budget is not None or (ledger is not None and ledger.budget is not None)
-
-    @property
-    def account(self) -> Path | None:
-        """Path of the account shared by all runs on a population; None before the first charge."""
-        path = None if self.budget is None else self.budget.ledger
-        return path if path is not None and path.is_file() else None
-
-    @property
-    def withdrawn(self) -> frozenset[int]:
-        """Numbers of the units that withdrew, as the population's account has them now."""
-        return frozenset() if self.account is None else withdrawn(Ledger.read(self.account))
-
-    def check_plan(self, mechanism: RoundMechanism) -> None:
-        """Refuse a plan that does not fit the budget, or that makes no releases for the ledger."""
-        budget, delta = self.budget, mechanism.delta
-        if budget is not None and budget.ledger is None and delta is None:
-            raise InvalidValue(
-                f"budget of epsilon={budget.epsilon!r}: expected budget=None, because the plan "
-                "promises no privacy"
-            )
-        # An ε at δ = 0 holds at every δ.
-        if budget is not None and budget.ledger is None and delta not in (0, budget.delta):
-            raise InvalidValue(
-                f"budget.delta={budget.delta!r}: expected the δ of the plan, {delta!r}"
-            )
-        if budget is not None and delta is not None and delta > budget.delta:
-            raise InvalidValue(
-                f"budget.delta={budget.delta!r}: expected at least the δ of the plan, {delta!r}"
-            )
-        if self.ledger is not None and mechanism.release is None:
-            raise InvalidValue(
-                f"ledger= with a {type(mechanism).__name__}: expected a ReleasePlan, whose "
-                "releases a ledger records; to limit a run under another private plan, give "
-                "budget= in place of ledger="
-            )
-
-    def reserve(self, release: Release | None, server_round: int, identity: int | None) -> None:
-        """Before the server asks any client, write the round's release, if any, to the ledger.
-
-        If a repeated round would have new noise, ``identity`` is None, and the ledger counts both
-        attempts. If a repeated round releases the same numbers again, ``identity`` identifies these
-        numbers, and the ledger counts the two attempts as one release (see `Ledger.reserve`).
-        """
-        if release is not None and self.ledger is not None:
-            entry = self.ledger.reserve(release, round=server_round, identity=identity)
-            self._reservation = self._release.enter_context(entry)
-
-    @contextmanager
-    def closing(self) -> Iterator[Reservation]:
-        """Close the reserved release after the block; if the block fails, discard the release."""
-        with self._release:
-            yield self._reservation
-
-
 @dataclass(kw_only=True, eq=False)
 class Run:
     """One run of a method.
@@ -188,6 +105,12 @@ class Run:
     spending: Spending
     options: StrategyOptions
     directory: RunWriter | None
+
+    progress: Progress = field(init=False)
+    clients: Clients = field(init=False)
+    checkpoints: Checkpoints = field(init=False)
+    noise_stream: NoiseStream | None = field(init=False)
+    """The noise of the rounds, if it is correlated; otherwise None."""
 
     # What changes between two rounds, in addition to the participations.
     state: State | None = field(default=None, init=False)
@@ -217,16 +140,39 @@ class Run:
         self.progress = Progress(self.directory)
         self.clients = Clients(self.method.client.name, self.progress, timeout=self.options.timeout)
         self.checkpoints = Checkpoints(self.directory, repeats=self.repeats)
-        self.noise_stream: NoiseStream | None = None
-        mechanism, folder = self.mechanism, None
+        self.noise_stream, mechanism = None, self.mechanism
         if isinstance(mechanism, SpacedRelease) and mechanism.strategy != StrategyMatrix():
-            if self.directory is not None and not self.repeats:
-                path = self.options.state_key_file
-                key = None if path is None else read_key(path)
-                folder = StateFolder(path=self.directory.path, sync=True, key=key)
-            self.noise_stream = NoiseStream(mechanism.strategy, folder)
+            self.noise_stream = NoiseStream(mechanism.strategy, self._noise_folder())
             # A resumed run keeps its first matrix: another computer may find another optimum.
             self.summation.mechanism = replace(mechanism, strategy=self.noise_stream.matrix)
+
+    def _noise_folder(self) -> StateFolder | None:
+        """Return the folder that keeps the noise of earlier rounds; None if only memory does."""
+        if self.directory is None or self.repeats:
+            return None
+        path = self.options.state_key_file
+        key = None if path is None else read_state_key(path)
+        return StateFolder(path=self.directory.path, sync=True, key=key)
+
+    def recorded_in(self, directory: RunWriter, *, limit: Budget | None) -> Run:
+        """Return the run that writes to ``directory``; see `FederatedStrategy.record_in`."""
+        if (other := self.directory) is not None:
+            raise InvalidValue(
+                f"directory={str(other.path)!r}: the strategy already writes to this directory; "
+                "create the strategy without the option directory="
+            )
+        if self.participations.rounds:
+            raise InvalidValue(
+                f"strategy={self.method.name}: expected a strategy that has not run yet; create a "
+                "new one for a new run"
+            )
+        spending = self.spending
+        if self.mechanism.release is None:
+            spending = replace(spending, budget=spending.budget or limit)
+        elif spending.ledger is None:
+            spending = replace(spending, ledger=directory.open_ledger(budget=limit))
+        # Everything that changes between rounds begins anew, because no round has begun.
+        return replace(self, directory=directory, spending=spending)
 
     def shared_part(self, arrays: ArrayRecord) -> records.Arrays:
         """Return the arrays of a model that clients share.
@@ -301,13 +247,13 @@ class Run:
             return None
         return derived_seed(self.options.seed or 0, kind, self.checkpoints.run_id, number)
 
-    def round_noise(self, number: int) -> NoiseSource:
+    def round_noise(self, training_round: int) -> NoiseSource:
         """Return the server's noise for a training round; call it before asking any client."""
         fresh = partial(self.options.noise, "server-noise")
         if self.noise_stream is None:
-            return fresh(number)
+            return fresh(training_round)
         like = self.mechanism.upload_like(self.model)
-        return self.noise_stream.at(number, like, fresh, repeats=self.repeats)
+        return self.noise_stream.at(training_round, like, fresh, repeats=self.repeats)
 
     def round_record(self, training_round: int, **more: Any) -> ConfigRecord:
         """Return the record that tells clients the run and the round, with the entries ``more``."""
@@ -355,7 +301,7 @@ class Run:
         }
         self.checkpoints.save(server_round, values, groups)
 
-    def restore(self, kept: Packed) -> None:
+    def restore(self, kept: Stored) -> None:
         """Restore a checkpoint of the same plan and model, except for the state of the sums."""
         values = kept.values
         self.check_model(kept.arrays[MODEL])

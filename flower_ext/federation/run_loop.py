@@ -26,7 +26,7 @@ from flower_ext.privacy.mechanisms.updates import require_finite
 log = getLogger("flwr")
 
 
-@dataclass(eq=False)
+@dataclass(kw_only=True, eq=False)
 class RunLoop:
     """Plays the rounds of a new or resumed run through the four methods of a Flower strategy.
 
@@ -107,11 +107,11 @@ class RunLoop:
     def _ask_first_queries(self, server_round: int) -> None:
         """Ask the queries with the schedule "first", before the first training round."""
         run = self.run
-        for sums in run.query_sums:
-            answered = run.participations.answers[sums.query.name]
-            if sums.query.schedule == "first" and answered < sums.query.times:
+        for query_sum in run.query_sums:
+            answered = run.participations.answers[query_sum.query.name]
+            if query_sum.query.schedule == "first" and answered < query_sum.query.times:
                 connect(run, self.grid, self.result.arrays)
-                query_round = QueryRound(run, server_round, sums)
+                query_round = QueryRound(run, server_round, query_sum)
                 messages = query_round.ask(run.model, self.evaluate_config)
                 query_round.close(self._replies(messages))
                 run.progress.count_as_query()  # this was no evaluation, and scored nobody
@@ -203,10 +203,10 @@ class RunLoop:
         for begun in abandoned:
             run.count_abandoned(begun)
         run.count_unnoted()
-        for sums in run.query_sums:
-            counted = run.participations.answers[sums.query.name]
-            for _ in range(counted, run.checkpoints.times_asked(sums.query.name)):
-                sums.count_answer(run.participations)
+        for query_sum in run.query_sums:
+            counted = run.participations.answers[query_sum.query.name]
+            for _ in range(counted, run.checkpoints.times_asked(query_sum.query.name)):
+                query_sum.count_answer(run.participations)
         if is_unfinished and not run.clients.roster.known:
             run.population.equalise_counts()  # a node may have had another partition before
         save_guarantees(run)
@@ -229,7 +229,7 @@ class RunLoop:
         run, needed = self.run, self.run.remembered
         known = ConfigRecord({"run": run.checkpoints.run_id, "number": run.participations.rounds})
         everyone = {partition: {records.ROUND: known} for partition in run.clients.nodes}
-        versions = run.clients.query(everyone, _read_version)
+        versions = run.clients.ask_all(everyone, _read_version)
         lost = [p for p, version in sorted(versions.items()) if version < needed.get(p, 0)]
         if lost:
             kept = versions[lost[0]]

@@ -7,7 +7,6 @@ is in `round` and `query_round`, and is the same for every method.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
 from typing import final
@@ -23,8 +22,9 @@ from flower_ext.federation.connection import connect
 from flower_ext.federation.method import Method
 from flower_ext.federation.query_round import QueryRound, ReportedScores, evaluation
 from flower_ext.federation.round import TrainingRound
-from flower_ext.federation.run import Run, Spending, StrategyOptions
+from flower_ext.federation.run import Run, StrategyOptions
 from flower_ext.federation.run_loop import RunLoop
+from flower_ext.federation.spending import Spending
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.sums.masked import MaskedSum
 from flower_ext.federation.sums.summation import PlainSum, Summation
@@ -82,7 +82,7 @@ class FederatedStrategy(Strategy):
         Simulates clients that complete only some of their local epochs.
     timeout : float
         Seconds to wait for nodes to connect, and for replies.
-    exposed : Sequence[str]
+    disclosures : Sequence[str]
         One line for each thing outside the run that reveals something about the clients' data. The
         guarantees list them as not covered.
     frozen : str
@@ -115,7 +115,7 @@ class FederatedStrategy(Strategy):
         diagnostics: bool = False,
         stragglers: Stragglers | None = None,
         timeout: float = 600.0,
-        exposed: Sequence[str] = (),
+        disclosures: Sequence[str] = (),
         frozen: str = "",
         state_key_file: Path | None = None,
     ) -> None:
@@ -152,13 +152,13 @@ class FederatedStrategy(Strategy):
             plan=plan,
             summation=summation,
             population=method.population(plan, summation),
-            spending=Spending(ledger=ledger, budget=budget, exposed=tuple(exposed)),
+            spending=Spending(ledger=ledger, budget=budget, disclosures=tuple(disclosures)),
             options=options,
             directory=directory,
         )
         self.run.mechanism.check_training(summary_of(self.run))
         evaluation(self.run, 0)  # refuses scores that do not fit the plan
-        self.training_round: TrainingRound | None = None
+        self.newest_round: TrainingRound | None = None
         """The newest training round; None before the first."""
         self._evaluation: ReportedScores | QueryRound | None = None
 
@@ -175,16 +175,16 @@ class FederatedStrategy(Strategy):
         run = self.run
         connect(run, grid, arrays)
         config = run.method.configure(config, run.model, run.method_state, run.plan)
-        self.training_round = TrainingRound(run, server_round)
-        return self.training_round.ask(_numbered(config, server_round))
+        self.newest_round = TrainingRound(run, server_round)
+        return self.newest_round.ask(_numbered(config, server_round))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Add up the replies as they arrive, refuse malformed ones, and take the server's step."""
-        if self.training_round is None:
+        if self.newest_round is None:
             raise InvalidValue("aggregate_train: expected configure_train first, in every round")
-        model = self.training_round.close(replies)
+        model = self.newest_round.close(replies)
         metrics = records.metrics_record(self.run.progress.row)
         return None if model is None else records.to_record(model), metrics
 
@@ -218,8 +218,8 @@ class FederatedStrategy(Strategy):
         """Log the method, its plan and its sums."""
         run = self.run
         log.info("%s · %s", run.method.label, run.plan.describe())
-        if sums := run.summation.describe():
-            log.info("%s", sums)
+        if description := run.summation.describe():
+            log.info("%s", description)
         if advice := run.method.server.advice(run.method.mean_noise(run.mechanism)):
             log.warning("%s", advice)
 
@@ -269,9 +269,16 @@ class FederatedStrategy(Strategy):
         """
         player = player or self
         player.summary()
-        configs = (train_config or ConfigRecord(), evaluate_config or ConfigRecord())
         loop = RunLoop(
-            self.run, player, grid, num_rounds, timeout, *configs, evaluate_fn, should_stop
+            run=self.run,
+            player=player,
+            grid=grid,
+            num_rounds=num_rounds,
+            timeout=timeout,
+            train_config=train_config or ConfigRecord(),
+            evaluate_config=evaluate_config or ConfigRecord(),
+            evaluate_fn=evaluate_fn,
+            should_stop=should_stop,
         )
         return loop.start(initial_arrays)
 
@@ -281,22 +288,7 @@ class FederatedStrategy(Strategy):
         ``limit`` is the budget of the new ledger. A plan that makes no releases has no ledger:
         ``limit`` then becomes the budget of the run, unless the run has one already.
         """
-        run, spending = self.run, self.run.spending
-        if (other := run.directory) is not None:
-            raise InvalidValue(
-                f"directory={str(other.path)!r}: the strategy already writes to this directory; "
-                "create the strategy without the option directory="
-            )
-        if run.participations.rounds:
-            raise InvalidValue(
-                f"strategy={run.method.name}: expected a strategy that has not run yet; create a "
-                "new one for a new run"
-            )
-        if run.mechanism.release is None:
-            spending = replace(spending, budget=spending.budget or limit)
-        elif spending.ledger is None:
-            spending = replace(spending, ledger=directory.open_ledger(budget=limit))
-        self.run = replace(run, directory=directory, spending=spending)
+        self.run = self.run.recorded_in(directory, limit=limit)
 
     def guarantees(self) -> list[Guarantee]:
         """Return the published and the provable guarantees of all rounds so far.

@@ -171,14 +171,14 @@ class Ledger(LedgerFile):
 
     @contextmanager
     def reserve(
-        self, release: Release, *, round: int, identity: int | None = None
+        self, release: Release, *, server_round: int, identity: int | None = None
     ) -> Iterator[Reservation]:
         """Write a spend durably, then run the ``with`` block, which makes the release.
 
         Parameters
         ----------
         release : Release
-        round : int
+        server_round : int
         identity : int, optional
             A number for a release with seeded noise, which a resumed run may repeat bit for bit.
             Two releases may have the same number only if all their bits are equal. If the file
@@ -194,8 +194,8 @@ class Ledger(LedgerFile):
             The ledger is closed or could not be written; nothing may be released.
         """
         self._check_usable()
-        entry = {"round": round, **({} if identity is None else {"identity": identity})}
-        if (again := (round, identity, release)) in self._repeatable:
+        entry = {"round": server_round, **({} if identity is None else {"identity": identity})}
+        if (again := (server_round, identity, release)) in self._repeatable:
             self.append("repeat", entry)
             self._repeatable.remove(again)
         else:
@@ -205,8 +205,9 @@ class Ledger(LedgerFile):
                 epsilon = privacy_loss_of([*self._reserved, release], delta=delta).epsilon
                 if epsilon > self.budget.epsilon:
                     raise BudgetExhausted(
-                        f"round {round} would bring the spend to ε = {epsilon_text(epsilon)} at δ "
-                        f"= {delta:.3g}, above the budget of {self.budget.epsilon:g}; "
+                        f"round {server_round} would bring the spend to ε = "
+                        f"{epsilon_text(epsilon)} at δ = {delta:.3g}, above the budget of "
+                        f"{self.budget.epsilon:g}; "
                         f"{self.releases} releases are on the ledger; end the run, or raise the "
                         "budget"
                     )
@@ -219,7 +220,7 @@ class Ledger(LedgerFile):
             reservation.discard(f"{type(error).__name__}: {error}")
             raise
         finally:
-            closed = {"round": round, "notes": reservation.notes}
+            closed = {"round": server_round, "notes": reservation.notes}
             if reservation.discarded is None:
                 self.append("commit", closed)
             else:

@@ -20,7 +20,7 @@ from flower_ext.json_record import NOT_WRITTEN, JsonRecord
 from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.guarantee import Guarantee, epsilon_text
 from flower_ext.privacy.ledger import Budget, BudgetExhausted, Ledger, LedgerFile
-from flower_ext.privacy.study_composition import CHARGE, CLAIMS, REPEAT, UNCOVERED, total_spent
+from flower_ext.privacy.study_composition import CHARGE, CLAIMS, DISCLOSURE, REPEAT, total_spent
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 
 
@@ -103,9 +103,9 @@ def note_claims(path: Path, claims: Sequence[Guarantee], **identity: str) -> Non
     _note_once(path, CLAIMS, {**identity, "claims": spends})
 
 
-def note_uncovered(path: Path, *, run: str, method: str, name: str = "", what: str) -> None:
+def note_disclosure(path: Path, *, run: str, method: str, name: str = "", what: str) -> None:
     """Record, once per run, a disclosure that no ε covers, such as "a pilot without noise"."""
-    _note_once(path, UNCOVERED, {"run": run, "method": method, "name": name, "what": what})
+    _note_once(path, DISCLOSURE, {"run": run, "method": method, "name": name, "what": what})
 
 
 def _note_once(path: Path, kind: str, line: Mapping[str, Any]) -> None:

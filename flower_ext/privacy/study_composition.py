@@ -22,7 +22,7 @@ from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
-CHARGE, REPEAT, UNCOVERED, CLAIMS = "charge", "repeat", "uncovered", "claims"
+CHARGE, REPEAT, DISCLOSURE, CLAIMS = "charge", "repeat", "uncovered", "claims"
 """Kinds of an account's entries: a round's spend, a repeated round, a disclosure that no ε covers,
 and a run's guarantees."""
 WITHOUT_NOISE = "training without noise"
@@ -65,8 +65,8 @@ def study_guarantees(
     """
     runs = runs_of(entries)
     bare = sorted({label_of(entry) for entry in entries if entry.get("what") == WITHOUT_NOISE})
-    uncovered = [
-        f"{entry['what']} ({label_of(entry)})" for entry in entries if entry["kind"] == UNCOVERED
+    disclosures = [
+        f"{entry['what']} ({label_of(entry)})" for entry in entries if entry["kind"] == DISCLOSURE
     ]
     views = {view for run in runs for view in run.views}
     guarantees = []
@@ -93,7 +93,7 @@ def study_guarantees(
                 relation=relation,
                 delta=delta,
                 assumptions=(FIXED_PLANS, *_shared_texts(known, view, "assumptions")),
-                not_covered=(*uncovered, *_shared_texts(known, view, "not_covered")),
+                not_covered=(*disclosures, *_shared_texts(known, view, "not_covered")),
             )
             guarantees.append(claims.provable(view, loss, source))
     return guarantees
@@ -130,7 +130,7 @@ def spent_by_run(entries: Sequence[dict[str, Any]]) -> list[RunSpend]:
     return spends + [
         RunSpend(label=label_of(entry), method=entry["method"], what=entry["what"])
         for entry in entries
-        if entry["kind"] == UNCOVERED
+        if entry["kind"] == DISCLOSURE
     ]
 
 

@@ -298,7 +298,7 @@ class RunWriter(RunDirectory):
         """Open the run's `Ledger`, which stays open until `close` is called."""
         return self._open.enter_context(closing(Ledger(self.ledger_path, budget=budget)))
 
-    def log(self, round: int, **metrics: float) -> None:
+    def log(self, server_round: int, **metrics: float) -> None:
         """Add one round's metrics to ``metrics.jsonl``, then call ``on_round`` if it is set.
 
         A metric that is not finite is refused as `InvalidValue`.
@@ -306,12 +306,12 @@ class RunWriter(RunDirectory):
         for name, value in metrics.items():
             if not math.isfinite(value):
                 raise InvalidValue(
-                    f"metric {name}={value!r} of round {round}: expected a finite number"
+                    f"metric {name}={value!r} of round {server_round}: expected a finite number"
                 )
-        line = json.dumps({"round": round, **metrics}).encode()
+        line = json.dumps({"round": server_round, **metrics}).encode()
         append_line(self.metrics_path, line, sync=False)
         if self.on_round is not None:
-            self.on_round(round, metrics)
+            self.on_round(server_round, metrics)
 
     def forget_rounds(self, after: int) -> None:
         """Delete the rows of rounds above ``after``, because the run will repeat these rounds."""
@@ -321,13 +321,13 @@ class RunWriter(RunDirectory):
                 write_whole(file, "".join(json.dumps(row) + "\n" for row in kept).encode())
 
     def log_missing(
-        self, round: int, kind: str, partitions: Sequence[int], refusals: Sequence[str]
+        self, server_round: int, kind: str, partitions: Sequence[int], refusals: Sequence[str]
     ) -> None:
         """Add a line to ``missing.jsonl``: the partitions without a usable answer to a request.
 
         ``refusals`` are the reasons why the server refused replies.
         """
-        line = {"round": round, "kind": kind, "partitions": list(partitions)}
+        line = {"round": server_round, "kind": kind, "partitions": list(partitions)}
         content = json.dumps({**line, "refusals": list(refusals)}).encode()
         append_line(self.path / "missing.jsonl", content, sync=False)
 

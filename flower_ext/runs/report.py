@@ -220,7 +220,7 @@ def _account_values(
         "lines": [],
         "columns": _RUN_COLUMNS,
         "runs": [_run_row(each) for each in runs],
-        "uncovered": [f"{each.what} ({each.label})" for each in runs if each.epsilon is None],
+        "disclosures": [f"{each.what} ({each.label})" for each in runs if each.epsilon is None],
     }
     if charges := [entry for entry in entries if entry["kind"] == CHARGE]:
         budget = dict(charges[-1]["budget"])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from flower_ext.federation.state.folder import unpack
+from flower_ext.federation.state.folder import deserialised
 from flower_ext.federation.state.noise_stream import FILE
 from tests.faults.processes import SETTINGS, WatchedRun, in_process
 from tests.support.apps import DP2_FEDSAM
@@ -93,7 +93,7 @@ class NoiseWatch(threading.Thread):
     def run(self):
         while not self.ended.is_set():
             if self.file.exists():
-                kept = unpack(self.file.read_bytes())
+                kept = deserialised(self.file.read_bytes())
                 latest = np.concatenate([a.ravel() for a in kept.arrays["latest"].values()])
                 self.noises[kept.values["round"]].add(tuple(latest[:50]))
             time.sleep(0.05)

@@ -23,7 +23,7 @@ from flower_ext.privacy import (
     gaussian_loss,
 )
 from flower_ext.privacy.accounting.group_privacy import group_loss
-from flower_ext.privacy.shared_ledger import Charge, charge, note_uncovered
+from flower_ext.privacy.shared_ledger import Charge, charge, note_disclosure
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import (
     dp2_fedsam_theorem2,
     dp2_fedsam_theorem2_noise_multiplier,
@@ -508,7 +508,7 @@ def test_ledger_shows_what_a_population_spent_what_is_left_and_what_no_epsilon_c
             delta=1e-5,
         )
         charge(path, new, Budget(epsilon=2.0, delta=1e-4))
-    note_uncovered(path, run="p" * 20, method="DPDitto", what="a pilot without noise")
+    note_disclosure(path, run="p" * 20, method="DPDitto", what="a pilot without noise")
     done = call("ledger", str(path))
     assert done.exit_code == 0
     for part in (

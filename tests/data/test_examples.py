@@ -76,62 +76,6 @@ def test_indices_that_are_no_integers_are_refused_rather_than_read_as_rows_0_and
         examples().subset(indices)
 
 
-def silo(owners, count: int = 6) -> SiloData:
-    return SiloData(train=examples(count), test=examples(2), owners=owners)
-
-
-def test_a_silo_hands_out_each_users_examples_in_their_order():
-    owners = torch.tensor([4, 0, 4, 2, 0, 4])
-    data = silo(owners)
-    by_user = data.by_user()
-    assert list(by_user) == [0, 2, 4]
-    for user, own in by_user.items():
-        rows = [row for row, owner in enumerate(owners.tolist()) if owner == user]
-        assert own.targets.tolist() == rows
-        assert torch.equal(own.features, data.train.features[rows])
-
-
-def test_users_examples_share_one_copy_of_the_silos():
-    by_user = silo(torch.tensor([1, 0, 1, 0, 1, 0])).by_user()
-    storages = {own.features.untyped_storage().data_ptr() for own in by_user.values()}
-    assert len(storages) == 1
-
-
-def test_an_empty_silo_has_no_users():
-    empty = silo(torch.zeros(0, dtype=torch.int64), count=0)
-    assert empty.by_user() == {}
-    assert len(empty.limited(np.array([1]), np.random.default_rng(0)).train) == 0
-
-
-def test_a_limited_silo_keeps_a_random_choice_of_each_users_examples():
-    owners = torch.arange(300) % 3
-    data = SiloData(train=examples(300), test=examples(2), owners=owners)
-    kept = data.limited(np.array([5, 0, 1_000]), np.random.default_rng(0))
-    assert {user: len(own) for user, own in kept.by_user().items()} == {0: 5, 2: 100}
-    rows = kept.train.targets  # each example's target is its row
-    assert torch.equal(kept.owners, owners[rows])
-    again = data.limited(np.array([5, 0, 1_000]), np.random.default_rng(1))
-    assert again.train.targets.tolist() != rows.tolist()
-    with pytest.raises(ValueError, match="limits for users 0 … 1, but the silo has user 2"):
-        data.limited(np.array([5, 5]), np.random.default_rng(0))
-
-
-@pytest.mark.parametrize(
-    ("owners", "said"),
-    [
-        (None, "expected a tensor with the user of each training example"),
-        (torch.zeros(5, dtype=torch.int64), r"owners of shape \(5,\): expected \(6,\)"),
-        (torch.zeros(6, 1, dtype=torch.int64), r"owners of shape \(6, 1\)"),
-        (torch.zeros(6), "owners of type torch.float32: expected integers"),
-        (torch.zeros(6, dtype=torch.bool), "owners of type torch.bool: expected integers"),
-        (torch.tensor([0, 1, 2, -1, 0, 0]), "expected users >= 0, found -1"),
-    ],
-)
-def test_owners_that_do_not_fit_the_examples_are_refused(owners, said):
-    with pytest.raises(ValueError, match=said):
-        silo(owners)
-
-
 def test_what_is_no_tensor_and_no_examples_is_named():
     x, y = torch.zeros(2, 1), torch.zeros(2)
     for features, targets, said in ((x.tolist(), y, "features of type list"), (x, y.numpy(), "nd")):

@@ -121,8 +121,8 @@ class Referee:
         )
         if not same:
             outcome.accepted.append(f"round {number}: {sorted(used)}, not {sorted(counted)}")
-        assert self.strategy.training_round is not None
-        for partition in self.strategy.training_round.cohort.partitions if counted else ():
+        assert self.strategy.newest_round is not None
+        for partition in self.strategy.newest_round.cohort.partitions if counted else ():
             self.weights[partition] += came.asked / len(counted)
         if self.strategy.run.summation.brings_weights:
             if (moved is not None) != (len(counted) == SILOS):

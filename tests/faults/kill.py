@@ -31,7 +31,7 @@ from flwr.app import Context, Message
 from flower_ext.federation import recording, records, run_in_process
 from flower_ext.federation.client.app import Answer, CohortApp
 from flower_ext.federation.engines.run_app import load_app
-from flower_ext.federation.state.folder import unpack
+from flower_ext.federation.state.folder import deserialised
 from flower_ext.privacy import AdversaryView, Release, privacy_loss_of
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.runs import RunDirectory
@@ -240,7 +240,7 @@ def short_of(trial: Trial, *, ended: bool) -> list[str]:
     if len(set(numbers)) < len(numbers):
         found.append("a training number was used twice")
     last = max((trial.run / "checkpoints").glob("*.checkpoint"), key=lambda f: int(f.stem))
-    counted = Participations.from_dict(unpack(last.read_bytes()).values["participations"])
+    counted = Participations.from_dict(deserialised(last.read_bytes()).values["participations"])
     truth = Counter(client for _, clients in released for client in clients)
     found += [f"client {c}" for c, times in truth.items() if counted.uploads[c] < times]
     (release,) = spent

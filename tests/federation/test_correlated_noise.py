@@ -155,7 +155,7 @@ def test_a_secure_run_counts_what_was_begun_and_goes_on_after_it(tmp_path):
     assert stat.S_IMODE(state.stat().st_mode) == 0o600
     _, strategy = play(tmp_path, **options)
     assert strategy.participations.rounds == 6
-    assert strategy.run.noise_stream._number == 6
+    assert strategy.run.noise_stream._training_round == 6
     state.unlink()
     with pytest.raises(InvalidValue, match="of round 0: expected round 6"):
         play(tmp_path, rounds=6, **options)
@@ -320,5 +320,5 @@ def test_upcycled_rounds_that_ask_nobody_use_no_place_of_the_noise():
     strategy = Upcycled(base, coefficient=0.5)
     grid = InProcessGrid(DPFedAvg.client_app(task), 4)
     strategy.start(grid, ArrayRecord(task.initial_params(0)), num_rounds=6)
-    assert base.run.noise_stream._number == base.participations.rounds < 6
+    assert base.run.noise_stream._training_round == base.participations.rounds < 6
     assert math.isfinite(base.guarantees()[0].epsilon)

@@ -244,8 +244,8 @@ def held_against(name, kind, what, seed, mutations):
     """Deliver a malformed reply before and after its node's valid one; it must have no effect."""
     strategy, uploads, scores = round_of(name)
     replies = uploads if kind == "train" else scores
-    read = strategy.training_round._round.sum.read if kind == "train" else read_scores
-    phase = strategy.training_round._round if kind == "train" else strategy._evaluation
+    read = strategy.newest_round._round.sum.read if kind == "train" else read_scores
+    phase = strategy.newest_round._round if kind == "train" else strategy._evaluation
     rng = np.random.default_rng(seed)
     good = replies[rng.integers(len(replies))]
     mutations[what](bad := copied(good), rng)

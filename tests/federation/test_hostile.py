@@ -9,7 +9,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
 from flower_ext.algorithms.uldp import UldpAvg
-from flower_ext.data.examples import MOST_USERS, owned
+from flower_ext.data.users import MOST_USERS, owned
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     FederatedStrategy,
@@ -341,7 +341,7 @@ def test_a_silos_sum_may_be_as_large_as_its_users_weigh(weighting):
     strategy = FederatedStrategy(UldpAvg(num_silos=3, weighting=weighting, local=FAST), uldp.plan())
     grid = InProcessGrid(UldpAvg.client_app(uldp.task()), 3)
     strategy.configure_train(1, ArrayRecord(uldp.task().initial_params(0)), ConfigRecord(), grid)
-    norms = [strategy.training_round.cohort.norms[silo] for silo in range(3)]
+    norms = [strategy.newest_round.cohort.norms[silo] for silo in range(3)]
     present = {int(user) for silo in uldp.silos() for user in silo.owners}
     users = uldp.USERS if weighting == "equal" else len(present)
     assert sum(norms) == pytest.approx(users)

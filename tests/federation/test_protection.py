@@ -109,7 +109,7 @@ def hidden_sum(bound, like=None, finish=None):
         open_sum=lambda number, weights: SimpleNamespace(finish=finish),
     )
     message = {WEIGHTS: np.empty(0, np.uint8)}
-    return HiddenSum(silo, message, number=1, users=9, bound=bound, like=like or {})
+    return HiddenSum(silo, message, training_round=1, users=9, bound=bound, like=like or {})
 
 
 def logistic_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord
 
 from flower_ext.algorithms import DPDitto, DPFedAvg
 from flower_ext.federation import FederatedStrategy, InProcessGrid
-from flower_ext.federation.run import Spending
+from flower_ext.federation.spending import Spending
 from flower_ext.privacy import (
     AdversaryView,
     Budget,
@@ -187,7 +187,7 @@ def test_a_run_without_noise_and_a_pilot_are_named_as_what_they_are(tmp_path):
     budget = account(tmp_path, 9)
     bare = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
     run_of(tmp_path / "a", budget, plan=bare)
-    run_of(tmp_path / "b", budget, exposed=["a pilot run without noise"])
+    run_of(tmp_path / "b", budget, disclosures=["a pilot run without noise"])
     runs = {(run.label, run.epsilon is None, run.what) for run in spent_by_run(_of(budget))}
     assert runs == {
         ("a", True, "training without noise"),
@@ -201,7 +201,7 @@ def test_a_ledger_or_a_budget_that_does_not_fit_the_plan_is_refused(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
 
     def check(plan, **given):
-        Spending(**{"ledger": None, "budget": None, "exposed": (), **given}).check_plan(plan)
+        Spending(**{"ledger": None, "budget": None, "disclosures": (), **given}).check_plan(plan)
 
     sums = PLAN.mechanism()
 

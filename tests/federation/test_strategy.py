@@ -449,7 +449,7 @@ def test_guarantees_of_a_run_say_what_is_not_covered():
         plan(),
         diagnostics=True,
         seed=1,
-        exposed=["a figure by hand"],
+        disclosures=["a figure by hand"],
     )
     strategy.start(grid_of(), initial(), num_rounds=2)
     published, models, *_ = strategy.guarantees()

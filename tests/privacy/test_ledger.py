@@ -34,7 +34,7 @@ RELEASE = Release(
 def filled(path, rounds=3) -> bytes:
     ledger = Ledger(path)
     for number in range(rounds):
-        with ledger.reserve(RELEASE, round=number) as entry:
+        with ledger.reserve(RELEASE, server_round=number) as entry:
             entry.note(answered=number)
     ledger.close()
     return path.read_bytes()
@@ -66,7 +66,7 @@ def kinds(path):
 def test_a_release_is_reserved_before_and_committed_after_its_body(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
-    with ledger.reserve(RELEASE, round=1) as entry:
+    with ledger.reserve(RELEASE, server_round=1) as entry:
         assert kinds(path) == ["reserve"]  # already durable while the body runs
         entry.note(answered=9)
     assert kinds(path) == ["reserve", "commit"]
@@ -76,9 +76,9 @@ def test_a_release_is_reserved_before_and_committed_after_its_body(tmp_path):
 def test_what_is_reserved_is_spent_whatever_follows(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
-    with pytest.raises(KeyError), ledger.reserve(RELEASE, round=1):
+    with pytest.raises(KeyError), ledger.reserve(RELEASE, server_round=1):
         raise KeyError("lost")
-    with ledger.reserve(RELEASE, round=2) as entry:
+    with ledger.reserve(RELEASE, server_round=2) as entry:
         entry.discard("too few answered")
     assert kinds(path) == ["reserve", "discard", "reserve", "discard"]
     assert ledger.releases == 2
@@ -90,11 +90,11 @@ def test_the_budget_stops_before_anything_is_written(tmp_path):
     fitting = calibrate_rounds(epsilon=1.0, delta=1e-2, sampling=SAMPLING, noise_multiplier=1.0)
     ledger = Ledger(path, budget=Budget(epsilon=1.0, delta=1e-2))
     for number in range(fitting):
-        with ledger.reserve(RELEASE, round=number):
+        with ledger.reserve(RELEASE, server_round=number):
             pass
     before = path.read_bytes()
     with pytest.raises(BudgetExhausted, match=f"above the budget of 1; {fitting} releases"):
-        ledger.reserve(RELEASE, round=fitting).__enter__()
+        ledger.reserve(RELEASE, server_round=fitting).__enter__()
     assert path.read_bytes() == before
     assert fitting > 3
     assert ledger.spent(1e-2).epsilon <= 1.0
@@ -105,7 +105,7 @@ def test_a_resumed_ledger_counts_what_was_spent_before(tmp_path):
     filled(path, rounds=3)
     ledger = Ledger(path)
     assert ledger.releases == 3
-    with ledger.reserve(RELEASE, round=3):
+    with ledger.reserve(RELEASE, server_round=3):
         pass
     assert ledger.releases == 4
     assert len(Ledger.read(path)) == 8
@@ -114,7 +114,7 @@ def test_a_resumed_ledger_counts_what_was_spent_before(tmp_path):
 def again(path, *, round=1, identity=7, release=RELEASE):
     """Return the number of counted releases after one more, on a newly opened ledger."""
     ledger = Ledger(path)
-    with ledger.reserve(release, round=round, identity=identity):
+    with ledger.reserve(release, server_round=round, identity=identity):
         pass
     ledger.close()
     return ledger.releases
@@ -137,7 +137,7 @@ def test_while_a_ledger_is_open_no_release_is_the_same_as_another_of_that_time(t
     for expected in ([1, 2], [2, 3], [3, 4]):  # one release is repeated, the other is new
         ledger = Ledger(path)
         for releases in expected:
-            with ledger.reserve(RELEASE, round=1, identity=7):
+            with ledger.reserve(RELEASE, server_round=1, identity=7):
                 assert ledger.releases == releases
         ledger.close()
 
@@ -222,7 +222,7 @@ def _release_for_ever(ledger_path, witness_path):
     ledger = Ledger(ledger_path)
     number = 0
     while True:
-        with ledger.reserve(RELEASE, round=number):
+        with ledger.reserve(RELEASE, server_round=number):
             os.write(witness, b"released\n")
             os.fsync(witness)
         number += 1
@@ -278,16 +278,16 @@ def test_a_closed_or_unwritable_ledger_reserves_nothing(tmp_path):
     readable = os.open(tmp_path / "broken.jsonl", os.O_RDONLY)
     os.dup2(readable, broken._file)
     with pytest.raises(OSError, match="Bad file"):
-        broken.reserve(RELEASE, round=1).__enter__()
+        broken.reserve(RELEASE, server_round=1).__enter__()
     for ledger in (closed, broken):
         with pytest.raises(RuntimeError, match="open it again"):
-            ledger.reserve(RELEASE, round=1).__enter__()
+            ledger.reserve(RELEASE, server_round=1).__enter__()
 
 
 def test_notes_of_any_name_leave_a_line_as_it_is(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     notes = {"kind": "reserve", "seq": 7, "prev": "", "hash": "", "round": 9}
-    with ledger.reserve(RELEASE, round=1) as entry:
+    with ledger.reserve(RELEASE, server_round=1) as entry:
         entry.note(**notes)
     assert kinds(ledger.path) == ["reserve", "commit"]
     assert Ledger.read(ledger.path)[1]["notes"] == notes
@@ -325,7 +325,7 @@ def test_a_reservation_is_synced_before_its_body_and_so_is_a_new_file(tmp_path, 
     monkeypatch.setattr(os, "fsync", sync)
     ledger = Ledger(tmp_path / "ledger.jsonl")
     assert events == ["directory"]
-    with ledger.reserve(RELEASE, round=0):
+    with ledger.reserve(RELEASE, server_round=0):
         events.append("body")
     assert events == ["directory", "write", "file", "body", "write", "file"]
 
@@ -337,5 +337,5 @@ def test_no_body_runs_when_the_reservation_cannot_be_written(tmp_path, monkeypat
 
     ledger = Ledger(tmp_path / "ledger.jsonl")
     monkeypatch.setattr(os, failing, fail)
-    with pytest.raises(OSError, match="disk full"), ledger.reserve(RELEASE, round=0):
+    with pytest.raises(OSError, match="disk full"), ledger.reserve(RELEASE, server_round=0):
         pytest.fail("released without a reservation")

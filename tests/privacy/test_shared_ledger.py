@@ -16,7 +16,7 @@ from flower_ext.privacy import (
     Release,
     privacy_loss_of,
 )
-from flower_ext.privacy.shared_ledger import Charge, DoesNotCompose, charge, note_uncovered
+from flower_ext.privacy.shared_ledger import Charge, DoesNotCompose, charge, note_disclosure
 from flower_ext.privacy.study_composition import spent_by_run, total_spent
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -128,7 +128,7 @@ def test_what_no_epsilon_covers_is_listed_once_and_counts_nothing(path):
     charge(path, sampled("a", 1), Budget(epsilon=50.0, delta=DELTA, ledger=path))
     once = spent(path)
     for _ in range(2):
-        note_uncovered(path, run="p", method="DPDitto", what="a pilot without noise")
+        note_disclosure(path, run="p", method="DPDitto", what="a pilot without noise")
     assert spent(path) == once
     assert [(run.what, run.epsilon) for run in spent_by_run(Ledger.read(path))[1:]] == [
         ("a pilot without noise", None)

@@ -11,7 +11,7 @@ from flower_ext.privacy import (
     Release,
     epsilon_text,
 )
-from flower_ext.privacy.shared_ledger import Charge, charge, note_claims, note_uncovered
+from flower_ext.privacy.shared_ledger import Charge, charge, note_claims, note_disclosure
 from flower_ext.privacy.study_composition import study_guarantees
 from flower_ext.runs import RunWriter, write_report
 from tests.support.commands import call
@@ -57,7 +57,7 @@ def test_the_last_report_has_the_epsilon_of_all_runs_as_the_ledger_prints_it(tmp
     path = tmp_path / "study.jsonl"
     spend(path, "statistics", claim(AdversaryView.SUM_ONLY, 0.25))
     spend(path, "training", claim(AdversaryView.SUM_ONLY, 0.5))
-    note_uncovered(path, run="training", method="UldpAvg", name="training", what="a pilot")
+    note_disclosure(path, run="training", method="UldpAvg", name="training", what="a pilot")
     account = {
         "budget-ledger": str(path),
         "population-epsilon": 3.0,

@@ -20,7 +20,7 @@ def finished(path, *, method="dp2-fedsam", accuracy=0.8, private=True, **config)
     if private:
         ledger = Ledger(run.ledger_path)
         for number in range(1, 5):
-            with ledger.reserve(PLAN.mechanism().release, round=number) as entry:
+            with ledger.reserve(PLAN.mechanism().release, server_round=number) as entry:
                 entry.note(topped_up_stddev=0.1 if number == 2 else 0.0)
         ledger.close()
         seen = worst_case(4, 10)

@@ -1,10 +1,10 @@
 """A grid that loses members of a secure sum in the stage that a test names."""
 
 from flower_ext.federation import records
-from flower_ext.federation.sums.masked import BEGIN, KEYS, QUESTION
+from flower_ext.federation.sums.masked import BEGIN, KEYS, UNMASK
 from tests.support.travelling import Recorder
 
-STAGES = (BEGIN, KEYS, "train", QUESTION)
+STAGES = (BEGIN, KEYS, "train", UNMASK)
 
 
 def stage_of(message):

@@ -177,7 +177,7 @@ def _watch_noise(note: Any) -> None:
         made: list[Seen] = []
         past = draw(self, like, lambda place: made.append(Seen(place)) or made[-1])
         y = _flat(past.latest)
-        note("drawn", place=self._number + 1, fresh=_flat(made[0].drawn), noise=y)
+        note("drawn", place=self._training_round + 1, fresh=_flat(made[0].drawn), noise=y)
         return past
 
     def added(self: PreparedNoise, update: Any, stddev: float, *, grid: Any = None) -> Any:

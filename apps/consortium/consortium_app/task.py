@@ -20,7 +20,7 @@ from flower_ext.metrics import roc_auc
 from flower_ext.privacy import seeded_generator
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import Task, accuracy
-from flower_ext_consortium.linkage import read_key
+from flower_ext_consortium.linkage import read_link_key
 from flower_ext_consortium.statistics import JointStatistics, read_statistics, statistics_task
 
 TEST_SHARE = 0.2
@@ -51,7 +51,7 @@ def silo_task_of(context: Context) -> Task:
     if settings.draws != "silos":
         return task
     with knowing_no_data():
-        return replace(task, draw_key=read_key(Path(settings.draw_key)))
+        return replace(task, draw_key=read_link_key(Path(settings.draw_key)))
 
 
 def joint_of(settings: Settings) -> JointStatistics:

@@ -35,9 +35,9 @@ def main(grid: Grid, context: Context) -> None:
     pilot = pilot_of(settings, task)
     rounds = planned_rounds(settings, task, pilot, plan_of=partial(plan_of, settings))
     plan = plan_of(settings, rounds)
-    exposed, callbacks = [], []
+    disclosures, callbacks = [], []
     if pilot is not None:
-        exposed, callbacks = [PILOT], [PilotFile(pilot, parameter_count(task.model()))]
+        disclosures, callbacks = [PILOT], [PilotFile(pilot, parameter_count(task.model()))]
     configured.start(
         grid,
         context,
@@ -45,7 +45,7 @@ def main(grid: Grid, context: Context) -> None:
         task,
         method_of(settings),
         plan,
-        exposed=exposed,
+        disclosures=disclosures,
         planned_rounds=rounds,
         callbacks=callbacks,
     )

@@ -45,7 +45,7 @@ from flower_ext.algorithms.uldp.weights import (
 )
 from flower_ext.checks import Count
 from flower_ext.data import Examples
-from flower_ext.data.examples import owned
+from flower_ext.data.users import owned
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     Arrays,

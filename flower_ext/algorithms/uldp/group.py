@@ -30,7 +30,7 @@ from flower_ext.algorithms.uldp.weights import USERS
 from flower_ext.checks import Count
 from flower_ext.data import Examples, limit_contributions
 from flower_ext.data import group_size as size_of
-from flower_ext.data.examples import owned
+from flower_ext.data.users import owned
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import (
     Arrays,

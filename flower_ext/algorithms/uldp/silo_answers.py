@@ -9,7 +9,7 @@ import torch
 from flwr.app import ConfigRecord, Message
 
 from flower_ext.algorithms.uldp.weights import USERS
-from flower_ext.data.examples import owned
+from flower_ext.data.users import owned
 from flower_ext.federation import Clients, Question, RefusedReply, records
 from flower_ext.federation.client.user_draws import FINGERPRINT_BYTES
 from flower_ext.federation.replies import read_answer
@@ -75,7 +75,7 @@ def ask_silos(
     """
     question = ConfigRecord({USERS: num_users, HISTOGRAM: histogram, FINGERPRINT: silos_draw})
     content = {records.QUESTION: question, **records.training_records(trainings)}
-    answers = clients.query(
+    answers = clients.ask_all(
         dict.fromkeys(clients.nodes, content),
         lambda reply: _read_answer(reply, num_users if histogram else 0, silos_draw),
     )

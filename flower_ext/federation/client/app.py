@@ -62,7 +62,7 @@ class CohortApp(ClientApp):
 
     def _answer_alone(self, message: Message, context: Context) -> Message:
         kind = message.metadata.message_type
-        if not private.answers(self, kind):
+        if not private.has_function_for(self, kind):
             raise InvalidValue.tellable(
                 f"this ClientApp does not answer messages of type {kind!r}: build it by "
                 "client_app with the method that the server runs"
@@ -181,7 +181,7 @@ def answer_all(
 
 def _answer(app: ClientApp, message: Message, context: Context) -> Message:
     is_ours = isinstance(app, CohortApp)
-    if not is_ours and not private.answers(app, message.metadata.message_type):
+    if not is_ours and not private.has_function_for(app, message.metadata.message_type):
         # Another project's app: the server is finding out whether the app uses this package.
         unknown = Error(code=CLIENT_APP_RAISED, reason=REASON_WITHHELD)
         return Message(unknown, reply_to=message)

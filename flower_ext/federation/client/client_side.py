@@ -38,7 +38,7 @@ from flower_ext.federation.client.user_draws import draw_fingerprint, draws_vaul
 from flower_ext.federation.failures import attempt_each, attempt_in_turn
 from flower_ext.federation.roster import check_addressee
 from flower_ext.federation.state.memory import ClientMemory, ClientVault, forget_client
-from flower_ext.federation.sums import masked, weighted_silo
+from flower_ext.federation.sums import masked_member, weighted_silo
 from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.training import MEMORY_LIMIT, Params, Task
 from flower_ext.training.side_by_side import side_by_side
@@ -117,7 +117,7 @@ class ClientSide:
         """Return one client's reply to a question outside training and evaluation."""
         check_addressee(message, context)
         if records.SECURE_SUM in message.content:
-            return masked.answer(message, context, self.method.name)
+            return masked_member.answer(message, context, self.method.name)
         if records.QUESTION in message.content:
             answer = self._answer_of_method(message, context)
         elif records.WEIGHTED_SUM in message.content:

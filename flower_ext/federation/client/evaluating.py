@@ -19,7 +19,7 @@ from flower_ext.federation.client.preparing import Assignment
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.failures import log_once
 from flower_ext.federation.replies import LARGEST_VALUE
-from flower_ext.federation.sums import masked
+from flower_ext.federation.sums import masked_member
 from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.training import Params, evaluate_client
 from flower_ext.training.isolation import isolated
@@ -110,7 +110,7 @@ def masked_vector(query: VectorQuery, assignment: Assignment) -> RecordDict:
     protection = request.protection
     with knowing_no_data():
         policy.check(protection)
-        if protection.cell is None or records.SECURE_SUM not in request.sums:
+        if protection.cell is None or records.SECURE_SUM not in request.sum_messages:
             raise InvalidValue.tellable(
                 "the server's message has a query without a secure sum, or without the protection "
                 "ClipToCells: expected both, as the server's FederatedStrategy sends them"
@@ -121,7 +121,7 @@ def masked_vector(query: VectorQuery, assignment: Assignment) -> RecordDict:
     # norm in the query.
     cells = protection.released({"vector": vector}, noise)
     method = assignment.work.method.name
-    sent = masked.seal(cells, protection, request.sums, policy.context, method)
+    sent = masked_member.seal(cells, protection, request.sum_messages, policy.context, method)
     return RecordDict({records.UPDATE: records.to_record(sent)})
 
 

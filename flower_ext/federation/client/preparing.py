@@ -57,7 +57,7 @@ def assign(
         partition, noise = policy.partition, policy.admit(request)
         step_noise = _step_noise(method, protection, noise)
     # Batches of examples differ between clients and rounds, and are equal in a repeated round.
-    seed = derived_seed(request.seed, "client", request.kind, partition, request.round)
+    seed = derived_seed(request.seed, "client", request.kind, partition, request.training_round)
     data = checked_data(task, request, partition)
     context, keeps = policy.context, method.keeps_memory
     store = ClientMemory(context, method.name, request.run) if keeps else None
@@ -72,7 +72,7 @@ def assign(
         settings=request.settings,
         config=request.config,
         protection=protection,
-        round=request.round,
+        round=request.training_round,
         seed=request.seed,
         memory=None if store is None else _load(store, method, request),
         generator=torch.Generator().manual_seed(seed),
@@ -83,7 +83,9 @@ def assign(
         # depend on the other clients.
         batch_invariant=not alone and protection.bounds_uploads,
         hidden_sum=partial(_hidden_sum, request, ClientVault(context, method.name)),
-        draw_users=partial(draw_users, task, draws_vault(context, method.name), run, request.round),
+        draw_users=partial(
+            draw_users, task, draws_vault(context, method.name), run, request.training_round
+        ),
     )
     return Assignment(work=work, request=request, policy=policy, store=store)
 
@@ -91,12 +93,12 @@ def assign(
 def _hidden_sum(
     request: ClientRequest, vault: ClientVault, num_users: int, clipping_norm: float
 ) -> HiddenSum | None:
-    if (message := request.sums.get(records.WEIGHTED_SUM)) is None:
+    if (message := request.sum_messages.get(records.WEIGHTED_SUM)) is None:
         return None
     return HiddenSum(
         stored_silo(vault),
         message,
-        number=request.round,
+        training_round=request.training_round,
         users=num_users,
         bound=clipping_norm,
         like=request.received,
@@ -128,7 +130,7 @@ def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientDa
         if reason := why_state_is_shared(task, data.train, train):
             raise InvalidValue.tellable(reason)
         return data
-    return NO_DATA
+    return NO_DATA  # the error was hidden
 
 
 def data_of(task: Task, partition: int, *, hide_errors: bool) -> ClientData:
@@ -173,7 +175,7 @@ def _load(store: ClientMemory, method: ClientMethod, request: ClientRequest) -> 
                 f"{newest or 'none'}): "
                 "name a state-folder in the node config, so that memory outlives the SuperNode"
             )
-    return store.load(before=request.round + (request.kind == "evaluate"))
+    return store.load(before=request.training_round + (request.kind == "evaluate"))
 
 
 def _step_noise(

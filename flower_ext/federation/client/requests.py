@@ -30,7 +30,7 @@ class ClientRequest:
     """A request of the server, as read from its message.
 
     It holds the model, other arrays, the phases of training, and the entries of the round. Its
-    protection and sums say how the client's answer leaves the client.
+    protection and sum messages say how the client's answer leaves the client.
     """
 
     kind: str = "train"
@@ -42,7 +42,7 @@ class ClientRequest:
     protection: Protection = field(default_factory=Protection)
     entries: Mapping[str, Any] = field(default_factory=lambda: {"number": 1, "seed": 0})
     """Entries of the round's record, including the entries of the protection."""
-    sums: Mapping[str, records.Arrays] = field(default_factory=dict)
+    sum_messages: Mapping[str, records.Arrays] = field(default_factory=dict)
     """The server's messages for the sum of the round, by the names of their records."""
     query: Mapping[str, Any] = field(default_factory=dict)
     """Name and fields of a query that is answered by a noised sum; empty without one."""
@@ -52,7 +52,7 @@ class ClientRequest:
         """True if masks hide the client's whole answer, and the client sends no number unmasked."""
         if any(self.entries.get(name) for name in _IN_THE_CLEAR):
             return False
-        is_masked = records.SECURE_SUM in self.sums and self.protection.cell is not None
+        is_masked = records.SECURE_SUM in self.sum_messages and self.protection.cell is not None
         return is_masked and (self.kind == "train" or bool(self.query))
 
     @property
@@ -68,7 +68,7 @@ class ClientRequest:
         return str(self.entries.get("run", ""))
 
     @property
-    def round(self) -> int:
+    def training_round(self) -> int:
         """Number of the training round."""
         return int(self.entries["number"])
 
@@ -106,7 +106,7 @@ def _request(task: Task, message: Message, params: dict[int, Params]) -> ClientR
     """Return a message's request; keep each record's arrays in ``params``, by the record's id."""
     content = message.content
     arrays_of = records.of_kind(content, ArrayRecord)
-    sums = {n: records.to_arrays(arrays_of.pop(n)) for n in _OF_SUMS if n in arrays_of}
+    sum_messages = {n: records.to_arrays(arrays_of.pop(n)) for n in _OF_SUMS if n in arrays_of}
     for record in arrays_of.values():
         if id(record) not in params:
             received = records.to_params(record)
@@ -134,7 +134,7 @@ def _request(task: Task, message: Message, params: dict[int, Params]) -> ClientR
         entries=entries,
         received=arrays.pop(records.MODEL),
         state=_Named(arrays),
-        sums=_Named(sums),
+        sum_messages=_Named(sum_messages),
         training=_Named(records.read_trainings(content)),
         settings=_Named(configs.get(records.SETTINGS, {})),  # type: ignore[arg-type]
         config=dict(configs.get(records.CONFIG, {})),

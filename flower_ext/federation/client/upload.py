@@ -37,7 +37,7 @@ from flower_ext.federation.client.client_method import ClientWork, Contribution,
 from flower_ext.federation.client.node import OF_UPLOADS
 from flower_ext.federation.client.preparing import NO_DATA, Assignment
 from flower_ext.federation.failures import hidden, log_hidden
-from flower_ext.federation.sums import masked
+from flower_ext.federation.sums import masked_member
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.updates import NamedArrays, l2_norm, require_finite
@@ -51,8 +51,9 @@ def upload_of(assignment: Assignment) -> Steps[records.Update]:
     result = yield from result_hiding_failures(assignment.work)
     contribution, update = _protected(assignment, result)
     metrics = _metrics(assignment, result, contribution)
-    work, sums, context = assignment.work, assignment.request.sums, assignment.policy.context
-    sent = masked.seal(update, work.protection, sums, context, work.method.name)
+    work, context = assignment.work, assignment.policy.context
+    sum_messages, name = assignment.request.sum_messages, work.method.name
+    sent = masked_member.seal(update, work.protection, sum_messages, context, name)
     # Store memory last, so that an error in masks or metrics keeps the previous round's memory.
     _store_memory(assignment, result, update)
     return records.Update(sent, metrics)
@@ -76,9 +77,10 @@ def result_hiding_failures(work: ClientWork) -> Steps[LocalResult]:
         return (yield from completed(work.method.local_update(work)))
     with hidden(protection.hides_failures):
         return (yield from _finite_result(work))
+    # The error was hidden.
     with hidden(not protection.of_units):
         return (yield from _finite_result(replace(work, data=NO_DATA)))
-    return LocalResult(model=work.received, memory=work.memory)
+    return LocalResult(model=work.received, memory=work.memory)  # both errors were hidden
 
 
 def _finite_result(work: ClientWork) -> Steps[LocalResult]:
@@ -132,7 +134,7 @@ def _protected(assignment: Assignment, result: LocalResult) -> tuple[Contributio
     # A difference of two finite models may overflow.
     with hidden(protection.hides_failures and not protection.of_units):
         return protect(result)
-    return protect(LocalResult(model=received))
+    return protect(LocalResult(model=received))  # the error was hidden
 
 
 def contribution_of(result: LocalResult, received: Params, *, whole: bool) -> Contribution:

@@ -23,21 +23,26 @@ FINGERPRINT_BYTES = 16
 
 
 def draw_users(
-    task: Task, vault: ClientVault, run: tuple[str, int], number: int, sampling: PoissonSampling
+    task: Task,
+    vault: ClientVault,
+    run: tuple[str, int],
+    training_round: int,
+    sampling: PoissonSampling,
 ) -> list[int]:
-    """Return the users of training round ``number``, in ascending order.
+    """Return the users of training round ``training_round``, in ascending order.
 
     ``run`` consists of the run's name and Flower's run id, which is new in a resumed run. Raise a
     `ProtocolError` if this silo has already drawn the users of this round or of a later one.
     """
     key = _key_of(task, vault)
-    if number <= (newest := int.from_bytes(vault.load() or b"")):
+    if training_round <= (newest := int.from_bytes(vault.load() or b"")):
         raise ProtocolError.tellable(
-            f"the server asks for the users of round {number}, but this silo has drawn users up to "
-            f"round {newest}: expected a new round, because a repeated round draws the same users"
+            f"the server asks for the users of round {training_round}, but this silo has drawn "
+            f"users up to round {newest}: expected a new round, because a repeated round draws the "
+            "same users"
         )
-    vault.store(number.to_bytes(8))  # before anything leaves
-    return sampling.draw(keyed_generator(key, "users", *run, number))
+    vault.store(training_round.to_bytes(8))  # before anything leaves
+    return sampling.draw(keyed_generator(key, "users", *run, training_round))
 
 
 def draw_fingerprint(task: Task, vault: ClientVault) -> bytes:

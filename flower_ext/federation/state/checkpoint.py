@@ -22,7 +22,7 @@ from typing import Any
 from uuid import uuid4
 
 from flower_ext.federation.records import Arrays
-from flower_ext.federation.state.folder import Damaged, Packed, pack, unpack
+from flower_ext.federation.state.folder import Damaged, Stored, deserialised, serialised
 from flower_ext.files import append_line, sync_to_disk, whole_lines, write_whole
 from flower_ext.runs import RunWriter
 
@@ -38,11 +38,11 @@ QUERY = "query"
 class BegunRound:
     """A training round that the server began: its number, and the units whose data it uses.
 
-    ``requests`` and ``uploads`` are the two counts that `OpenSum.exposure` returns, from which the
-    noise in the round's sum is computed. ``uploads`` is None as long as it is unknown.
+    ``requests`` and ``uploads`` are the counts ``needed`` and ``honest`` of the round's sum
+    (`UploadCounts`). ``uploads`` is None as long as it is unknown.
     """
 
-    training: int
+    training_round: int
     units: Sequence[int]
     requests: int
     uploads: int | None = None
@@ -73,7 +73,12 @@ class Checkpoints:
         After an OSError, the server must not ask any client.
         """
         self.open = begun
-        self._note(**vars(begun))
+        self._note(
+            training=begun.training_round,
+            units=begun.units,
+            requests=begun.requests,
+            uploads=begun.uploads,
+        )
         if self.directory is not None:
             self.directory.accounted = False
 
@@ -88,27 +93,30 @@ class Checkpoints:
         """
         if self.open is not None:
             self.open.uploads = uploads
-            self._note(training=self.open.training, uploads=uploads)
+            self._note(training=self.open.training_round, uploads=uploads)
             self.open = None  # the caller now counts the round's participations
 
-    def save(self, round: int, values: Mapping[str, Any], groups: Mapping[str, Arrays]) -> None:
+    def save(
+        self, server_round: int, values: Mapping[str, Any], groups: Mapping[str, Arrays]
+    ) -> None:
         """Write a checkpoint of the state after a round, and keep the previous checkpoint."""
         if self.directory is None:
             return
         if not self.repeats and self.directory.metrics_path.exists():
             sync_to_disk(self.directory.metrics_path)
         folder = self._folder()
-        write_whole(folder / f"{round}.checkpoint", pack(values, groups), sync=not self.repeats)
+        file = folder / f"{server_round}.checkpoint"
+        write_whole(file, serialised(values, groups), sync=not self.repeats)
         for old in self._rounds()[:-_KEPT]:
             (folder / f"{old}.checkpoint").unlink()
 
-    def newest(self) -> Packed | None:
+    def newest(self) -> Stored | None:
         """Read the newest intact checkpoint; return None if there never was one."""
         damage: list[str] = []
         for number in reversed(self._rounds()):
             file = self._folder() / f"{number}.checkpoint"
             try:
-                return unpack(file.read_bytes())
+                return deserialised(file.read_bytes())
             except Damaged as error:
                 damage.append(f"{file}: {error}")
                 log.warning("%s; the run continues from an earlier checkpoint", damage[-1])
@@ -130,10 +138,11 @@ class Checkpoints:
             write_whole(file, b"".join(line + b"\n" for line in lines))
         abandoned: dict[int, BegunRound] = {}
         for entry in map(json.loads, lines):
+            training_round = entry.pop("training", None)
             if "units" in entry:
-                abandoned[entry["training"]] = BegunRound(**entry)
+                abandoned[training_round] = BegunRound(training_round, **entry)
             elif "uploads" in entry:
-                abandoned[entry["training"]].uploads = entry["uploads"]
+                abandoned[training_round].uploads = entry["uploads"]
         return [begun for number, begun in sorted(abandoned.items()) if number > after]
 
     def times_asked(self, query: str) -> int:

@@ -65,7 +65,7 @@ class StateFolder:
         """Return the state folder of this client; None if no config names one."""
         if named := context.node_config.get("state-folder"):
             file = context.node_config.get("state-key-file")
-            key = read_key(Path(str(file)).expanduser()) if file else None
+            key = read_state_key(Path(str(file)).expanduser()) if file else None
             return cls(path=Path(str(named)).expanduser(), sync=True, key=key)
         if private.in_simulation() and (named := context.run_config.get("state-folder")):
             return cls(path=Path(str(named)).expanduser(), sync=False)
@@ -135,7 +135,7 @@ class StateFolder:
                     sync_to_disk(folder.parent)
 
 
-def read_key(file: Path) -> bytes:
+def read_state_key(file: Path) -> bytes:
     """Return the 32 bytes of a state-key-file; refuse a file that other users can read."""
     key = file.read_bytes()
     if len(key) != KEY_BYTES:
@@ -159,14 +159,14 @@ def safe_name(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Packed:
-    """The result of `unpack`: plain values, and groups of named arrays in their original order."""
+class Stored:
+    """The result of `deserialised`: plain values, and groups of arrays in their original order."""
 
     values: dict[str, Any]
     arrays: dict[str, Arrays]
 
 
-def pack(values: Mapping[str, Any], arrays: Mapping[str, Mapping[str, np.ndarray]]) -> bytes:
+def serialised(values: Mapping[str, Any], arrays: Mapping[str, Mapping[str, np.ndarray]]) -> bytes:
     """Return JSON-compatible values and groups of arrays as bytes with a checksum.
 
     The checksum shows torn or altered files.
@@ -180,8 +180,8 @@ def pack(values: Mapping[str, Any], arrays: Mapping[str, Mapping[str, np.ndarray
     return _MAGIC + hashlib.sha256(body).digest() + body
 
 
-def unpack(content: bytes) -> Packed:
-    """Return the values and arrays that `pack` put into ``content``.
+def deserialised(content: bytes) -> Stored:
+    """Return the values and arrays that `serialised` put into ``content``.
 
     Raise `Damaged` if the checksum does not match.
     """
@@ -195,4 +195,4 @@ def unpack(content: bytes) -> Packed:
         group: {name: arrays[str(next(numbers))] for name in names}
         for group, names in json.loads(header["groups"]).items()
     }
-    return Packed(json.loads(header["values"]), groups)
+    return Stored(json.loads(header["values"]), groups)

@@ -23,9 +23,9 @@ from flower_ext.federation.state.folder import (
     SECRETS,
     Damaged,
     StateFolder,
-    pack,
+    deserialised,
     safe_name,
-    unpack,
+    serialised,
 )
 from flower_ext.training import Params
 
@@ -78,7 +78,7 @@ class ClientMemory:
         content = self._folder.read(self._file(version))
         assert content is not None
         try:
-            return to_params(to_record(unpack(content).arrays[_GROUP]))
+            return to_params(to_record(deserialised(content).arrays[_GROUP]))
         except Damaged as error:
             raise Damaged(f"{self._folder.path / self._file(version)}: {error}") from None
 
@@ -96,7 +96,7 @@ class ClientMemory:
         if self._folder is None:
             self._state[f"{self._key}{version}"] = to_record(memory)
         else:
-            content = pack({"round": version}, {_GROUP: arrays_of(memory)})
+            content = serialised({"round": version}, {_GROUP: arrays_of(memory)})
             self._folder.write(self._file(version), content)
         kept = int(and_before) if self._folder is None else _EARLIER
         earlier = sorted((other for other in self._versions() if other < version), reverse=True)

@@ -26,12 +26,20 @@ from collections.abc import Callable
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.records import Arrays
-from flower_ext.federation.state.folder import SECRETS, Packed, StateFolder, pack, unpack
+from flower_ext.federation.state.folder import (
+    SECRETS,
+    StateFolder,
+    Stored,
+    deserialised,
+    serialised,
+)
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.correlated_noise import Past, PreparedNoise, StrategyMatrix
 
 FILE = f"{SECRETS}/noise"
 _LATEST, _EARLIER, _BUFFER = "latest", "earlier.", "buffer."
+FreshNoise = Callable[[int], NoiseSource]
+"""Returns the source of the fresh noise of a training round."""
 
 
 class NoiseStream:
@@ -44,12 +52,12 @@ class NoiseStream:
     def __init__(self, matrix: StrategyMatrix, folder: StateFolder | None) -> None:
         self.matrix, self._folder = matrix, folder
         self._past: Past | None = None
-        self._number = 0
+        self._training_round = 0
         if folder is not None and (content := folder.read(FILE)) is not None:
-            self._restore(unpack(content))
+            self._restore(deserialised(content))
 
-    def _restore(self, kept: Packed) -> None:
-        self._number = kept.values["round"]
+    def _restore(self, kept: Stored) -> None:
+        self._training_round = kept.values["round"]
         self.matrix = StrategyMatrix(**kept.values["matrix"])
         earlier, buffers = (
             tuple(group for name, group in kept.arrays.items() if name.startswith(prefix))
@@ -65,43 +73,43 @@ class NoiseStream:
         the server. The caller must therefore count the round for its cohort, and let no other round
         use its noise.
         """
-        return self._folder is not None and self._number == rounds + 1
+        return self._folder is not None and self._training_round == rounds + 1
 
     def at(
-        self, number: int, like: Arrays, source: Callable[[int], NoiseSource], *, repeats: bool
+        self, training_round: int, like: Arrays, source: FreshNoise, *, repeats: bool
     ) -> NoiseSource:
-        """Write the state of training round ``number`` to disk, then return the round's noise.
+        """Write the state of a training round to disk, then return the round's noise.
 
-        ``source`` returns the source of a round's fresh noise. ``repeats`` means that the source of
-        a repeated round gives the same numbers again. After an error, the server must not ask any
-        client.
+        ``repeats`` means that the ``source`` of a repeated round gives the same numbers again.
+        After an error, the server must not ask any client.
         """
-        if repeats and self._number >= number:
-            self._number, self._past = 0, None  # all numbers are drawn again
-        while repeats and self._number < number - 1:
+        if repeats and self._training_round >= training_round:
+            self._training_round, self._past = 0, None  # all numbers are drawn again
+        while repeats and self._training_round < training_round - 1:
             self._advance(like, source)
-        if self._number != number - 1:
+        if self._training_round != training_round - 1:
             raise InvalidValue(
-                f"the stored noise is the noise of round {self._number}: expected round "
-                f"{number - 1}. {FILE} in the run directory is missing, or {FILE} or the "
+                f"the stored noise is the noise of round {self._training_round}: expected round "
+                f"{training_round - 1}. {FILE} in the run directory is missing, or {FILE} or the "
                 "checkpoints are an old copy. Begin a new run: a second release of the same round "
                 "with other noise would reveal its updates"
             )
         self._advance(like, source)
         assert self._past is not None
-        return PreparedNoise(self._past.latest, is_secure=source(number).is_secure)
+        return PreparedNoise(self._past.latest, is_secure=source(training_round).is_secure)
 
-    def _advance(self, like: Arrays, source: Callable[[int], NoiseSource]) -> None:
+    def _advance(self, like: Arrays, source: FreshNoise) -> None:
         """Draw the next round's noise, and store it and all noise that later rounds still need."""
-        number, past = self._number + 1, self._drawn(like, source)
+        training_round, past = self._training_round + 1, self._drawn(like, source)
         if self._folder is not None:  # if writing fails, the stream has not moved
             groups = {
                 _LATEST: past.latest,
                 **{f"{_EARLIER}{n}": vector for n, vector in enumerate(past.earlier)},
                 **{f"{_BUFFER}{n}": vector for n, vector in enumerate(past.buffers)},
             }
-            self._folder.write(FILE, pack({"round": number, "matrix": vars(self.matrix)}, groups))
-        self._past, self._number = past, number
+            values = {"round": training_round, "matrix": vars(self.matrix)}
+            self._folder.write(FILE, serialised(values, groups))
+        self._past, self._training_round = past, training_round
 
-    def _drawn(self, like: Arrays, source: Callable[[int], NoiseSource]) -> Past:
-        return self.matrix.next(source(self._number + 1).gaussian(like, 1.0), self._past)
+    def _drawn(self, like: Arrays, source: FreshNoise) -> Past:
+        return self.matrix.next(source(self._training_round + 1).gaussian(like, 1.0), self._past)

@@ -1,8 +1,8 @@
 """Masked sums: the server sees the sum of the clients' contributions, but no single one.
 
-This module has the server's and the client's end of a sum, and the names in their messages. The
-protocol's arithmetic is in `flower_ext.secure.aggregation` (Bonawitz et al. 2017; Bell et al.
-2020).
+This module has the server's end of a sum, and the names in the messages; `masked_member` has the
+client's end. The protocol's arithmetic is in `flower_ext.secure.aggregation` (Bonawitz et al. 2017;
+Bell et al. 2020).
 
 ============  ========================================  ===========================================
 stage         message of the server                     answer of a client
@@ -16,11 +16,6 @@ stage         message of the server                     answer of a client
 A client's neighbours are the members with which it has masks in common. A client that fails or is
 silent in one of these stages drops out of the round.
 
-A client stores its secrets in its `ClientVault` before a reply leaves. If another process has
-stored secrets since this process read them, the vault raises an error, and no reply leaves. A
-client therefore never answers a message twice, even if its process is restarted or a second process
-runs at the same time.
-
 The first message of a round is an `Invitation`. Every later message begins with the digest of the
 round's `RoundContext`.
 """
@@ -29,27 +24,21 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from logging import getLogger
-from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, Message
 
-from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError, knowing_no_data
+from flower_ext.errors import IncompleteRound
 from flower_ext.federation import records
 from flower_ext.federation.failures import printable
-from flower_ext.federation.records import Arrays, bytes_record, flattened, shaped, single_message
+from flower_ext.federation.records import Arrays, bytes_record, shaped, single_message
 from flower_ext.federation.replies import LONGEST_REASON, RefusedReply, read_answer, read_metrics
-from flower_ext.federation.state.memory import ClientVault
-from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
+from flower_ext.federation.sums.summation import Opening, OpenSum, Summation, UploadCounts
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
-from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded
-from flower_ext.privacy.mechanisms.updates import NamedArrays
 from flower_ext.privacy.randomness import secure_generator
-from flower_ext.secure.aggregation.aggregation_messages import Delivery, Keys, UnmaskRequest
 from flower_ext.secure.aggregation.aggregation_server import SumServer
 from flower_ext.secure.aggregation.context import (
     Invitation,
@@ -58,19 +47,14 @@ from flower_ext.secure.aggregation.context import (
     graph_digest,
     graph_of,
 )
-from flower_ext.secure.aggregation.identities import Identities
-from flower_ext.secure.aggregation.member import Member
 from flower_ext.secure.messages import ProtocolMessage
 
 log = getLogger("flwr")
 
-BEGIN, KEYS, DELIVERY, QUESTION = "begin", "keys", "delivery", "question"
+BEGIN, KEYS, DELIVERY, UNMASK = "begin", "keys", "delivery", "question"
 SENT = "message"
 """Names of arrays. A message of a stage holds one array with the stage's name; an answer, and a
 masked contribution, hold one array with the name `SENT`."""
-
-
-# The server's end ------------------------------------------------------------------------------
 
 
 class MaskedSum(Summation):
@@ -123,14 +107,17 @@ class OpenMaskedSum(OpenSum):
         ready = sorted(self._partitions[member] for member in self._deliveries)
         self.cohort = replace(opening.cohort, partitions=ready)
 
-    def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
+    def upload_counts(self, answered: int | None = None) -> UploadCounts:
         """Return the least number of answers in an unmasked sum, and of honest ones among them.
 
-        If the answers have arrived and the unmasking has not begun, the second count is 0, because
-        nobody can see a sum yet.
+        If the answers have arrived and the unmasking has not begun, ``honest`` is 0, because nobody
+        can see a sum yet.
         """
-        least, honest = self.parameters.least_answers, self.parameters.honest_answers
-        return least, honest if answered is None or self._unmasking else 0
+        is_visible = answered is None or self._unmasking
+        return UploadCounts(
+            needed=self.parameters.least_answers,
+            honest=self.parameters.honest_answers if is_visible else 0,
+        )
 
     def request(self, partition: int) -> Mapping[str, ArrayRecord]:
         """Return the record that one client's training request carries for the sum."""
@@ -157,7 +144,7 @@ class OpenMaskedSum(OpenSum):
             requests = self._server.unmask_requests()
             # As soon as the first request leaves, an adversary may be able to see the sum.
             self._unmasking = True
-            self._ask(QUESTION, requests)
+            self._ask(UNMASK, requests)
             total = self._server.total()
         except IncompleteRound as error:
             raise RoundDiscarded(str(error)) from error
@@ -210,146 +197,3 @@ class OpenMaskedSum(OpenSum):
             refusal = printable(text[:LONGEST_REASON])
             log.warning("%s", refusal)
             self._clients.refusals.append(refusal)
-
-
-# The client's end ------------------------------------------------------------------------------
-
-
-def check_limits(context: RoundContext, node_config: Mapping[str, Any]) -> None:
-    """Refuse, by a PermissionError, a sum that shows the server more than the node's owner permits.
-
-    =============================  ===========================================================
-    node config                    meaning
-    =============================  ===========================================================
-    ``least-sum-members``          least number of members whose vectors are in a sum
-    ``least-sum-threshold-share``  least share of a member's neighbours that must help to
-                                   unmask this member's vector
-    ``sum-colluders``              number of other members that may collude with the server
-    ``least-honest-answers``       least number of members that do not collude, this one
-                                   included, in every sum that the server may unmask
-                                   (`SumParameters.honest_answers`)
-    =============================  ===========================================================
-    """
-    least_members = int(node_config.get("least-sum-members", 0))
-    least_share = float(node_config.get("least-sum-threshold-share", 0.0))
-    colluders = int(node_config.get("sum-colluders", 0))
-    least_honest = int(node_config.get("least-honest-answers", 0))
-    if context.least_answers < least_members:
-        raise PermissionError(
-            f"the server could unmask a sum of only {context.least_answers} members: the owner of "
-            f"this node requires least-sum-members={least_members}"
-        )
-    if context.threshold < least_share * context.num_neighbors:
-        raise PermissionError(
-            f"{context.threshold} of {context.num_neighbors} neighbours may together unmask this "
-            "client's vector: the owner of this node requires "
-            f"least-sum-threshold-share={least_share:g}"
-        )
-    if least_honest > (honest := _honest_answers(context, colluders)):
-        raise PermissionError(
-            f"the server could unmask a sum of only {honest} honest members: the owner of this "
-            f"node requires least-honest-answers={least_honest} with sum-colluders={colluders}"
-        )
-
-
-def identities_of(node_config: Mapping[str, Any]) -> Identities | None:
-    """Return the node's signing key and the public keys of the members that its owner trusts.
-
-    The node then takes part in signed sums only. Return None if the node config names no keys: the
-    node then takes part in unsigned sums only.
-    """
-    key, members = (node_config.get(name) for name in ("sum-identity-key", "sum-members"))
-    if (key is None) != (members is None):
-        raise InvalidValue.tellable(
-            "node config: expected both sum-identity-key and sum-members, or neither of them"
-        )
-    return None if key is None else Identities.read(str(key), str(members))
-
-
-def _honest_answers(context: RoundContext, colluders: int) -> int:
-    """Return the least number of honest members in a sum that the server can unmask.
-
-    Return 0 if the server and ``colluders`` members could unmask a single member's vector.
-    """
-    if 2 * context.threshold <= context.num_neighbors + colluders:
-        return 0
-    return replace(context, colluders=colluders).honest_answers
-
-
-def answer(message: Message, context: Context, method: str) -> Message:
-    """Answer a message of the stage ``begin``, ``keys`` or ``question``; see the module's table."""
-    # Read files outside the block below, because the server must not see an error in reading them.
-    identities = identities_of(context.node_config)
-    with knowing_no_data():
-        content = records.to_arrays(message.content.array_records[records.SECURE_SUM])
-        stage, data = single_message(content, BEGIN, KEYS, QUESTION)
-        vault = _vault(context, method)
-        member = _invited(vault, data) if stage == BEGIN else _stored(vault)
-        reply: ProtocolMessage
-        if stage == BEGIN:
-            check_limits(member.context, context.node_config)
-            reply = member.advertise(identities=identities)
-        elif stage == KEYS:
-            reply = member.share(Keys.from_bytes(data, member.context), identities=identities)
-        else:
-            reply = member.unmask(UnmaskRequest.from_bytes(data, member.context))
-        vault.store(member.to_bytes())
-    return Message(
-        RecordDict({records.ANSWER: bytes_record(SENT, reply.to_bytes())}), reply_to=message
-    )
-
-
-def seal(
-    update: NamedArrays,
-    protection: Protection,
-    sums: Mapping[str, Arrays],
-    context: Context,
-    method: str,
-) -> Arrays:
-    """Return a protected update as it leaves the client: masked, if the server asks for masks.
-
-    If the protection has a ``cell``, the update holds int64 integers, in steps of the plan's grid.
-    The client then sends these integers modulo a power of two, in the order of the arrays' names.
-    ``sums`` has the arrays of the server's training message that concern sums, by their records'
-    names. This function does not encrypt the client's part of a weighted sum: `HiddenSum` does so
-    when it adds the noise.
-    """
-    arrays = records.arrays_of(update)
-    if protection.cell is None:
-        return arrays
-    # The code below masks the update, so that the server sees only the sum of the cohort.
-    message = sums[records.SECURE_SUM]
-    with knowing_no_data():
-        vault = _vault(context, method)
-        member = _stored(vault)
-        vector = flattened(arrays)
-        _, data = single_message(message, DELIVERY)
-        delivery = Delivery.from_bytes(data, member.context)
-        upload = member.mask(delivery, vector.astype(member.context.dtype))
-        vault.store(member.to_bytes())
-    return {SENT: records.to_bytes_array(upload.to_bytes())}
-
-
-def _vault(context: Context, method: str) -> ClientVault:
-    return ClientVault(context, f"{method}-sum")
-
-
-def _invited(vault: ClientVault, data: bytes) -> Member:
-    invitation = Invitation.from_bytes(data)
-    if (stored := vault.load()) is not None:
-        with suppress(InvalidValue):  # secrets that cannot be read belong to no round
-            if Member.from_bytes(stored).context == invitation.context:
-                raise ProtocolError(
-                    f"the server begins round {invitation.context.round_number}, which this client "
-                    "has already begun: expected a new round"
-                )
-    return Member(invitation=invitation)
-
-
-def _stored(vault: ClientVault) -> Member:
-    if (stored := vault.load()) is None:
-        raise ProtocolError(
-            "this client has no keys of the round, because it got no invitation, or the SuperNode "
-            "was restarted and lost them; to keep keys, name a state-folder in its node config"
-        )
-    return Member.from_bytes(stored)

@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from flwr.app import ArrayRecord, Message
 
@@ -65,6 +66,17 @@ class Opening:
     check: Callable[[Update], None] = lambda update: None
 
 
+class UploadCounts(NamedTuple):
+    """Counts of uploads from which the noise in a sum is computed.
+
+    ``needed`` is how many uploads together carry all the noise of the plan. ``honest`` is how many
+    uploads in the sum come from honest clients; None as long as this is unknown.
+    """
+
+    needed: int
+    honest: int | None
+
+
 class OpenSum(ABC):
     """The sum of one round.
 
@@ -112,17 +124,13 @@ class OpenSum(ABC):
             Nothing is released; the message gives the reason.
         """
 
-    def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
-        """Return two counts of uploads, from which the noise in this sum is computed.
-
-        The first is how many uploads together carry all the noise of the plan. The second is how
-        many uploads in the sum come from honest clients; None as long as this is unknown. By
-        default, the first count is the size of the cohort, and the second is ``answered``.
+    def upload_counts(self, answered: int | None = None) -> UploadCounts:
+        """Return the counts of this sum; by default, the size of the cohort and ``answered``.
 
         ``answered`` is the number of contributions that arrived, or None before the server asks the
         clients.
         """
-        return len(self.cohort.partitions), answered
+        return UploadCounts(needed=len(self.cohort.partitions), honest=answered)
 
 
 class Summation(ABC):

@@ -319,7 +319,7 @@ def _converse(dialogue: Dialogue[T], clients: Clients) -> T:
             silo: {records.WEIGHTED_SUM: bytes_record(step.name, question)}
             for silo, question in step.questions.items()
         }
-        answers = clients.query(contents, partial(_read_answer, step.name))
+        answers = clients.ask_all(contents, partial(_read_answer, step.name))
 
 
 def _read_answer(step: str, reply: Message) -> bytes:

@@ -17,7 +17,7 @@ import torch
 from flwr.app import ArrayRecord
 
 from flower_ext.data import ClientData
-from flower_ext.data.examples import owned
+from flower_ext.data.users import owned
 from flower_ext.errors import InvalidValue, ProtocolError, knowing_no_data, tellable
 from flower_ext.federation.records import (
     Arrays,
@@ -142,7 +142,7 @@ class HiddenSum:
         This silo's party of the protocol; None if it has lost its keys.
     message : Mapping[str, ndarray]
         The arrays of the server's request that concern the sum.
-    number : int
+    training_round : int
         Number of the round.
     users : int
         Number of users over all silos, as the server's request says.
@@ -164,13 +164,13 @@ class HiddenSum:
         silo: SiloParty | None,
         message: Arrays,
         *,
-        number: int,
+        training_round: int,
         users: int,
         bound: float,
         like: Params,
     ) -> None:
         self.bound, self.like = bound, like
-        self._silo, self._number = silo, number
+        self._silo, self._training_round = silo, training_round
         self._counted = frozenset[int]()
         self._error: Exception | None = None
         if silo is None:
@@ -183,7 +183,7 @@ class HiddenSum:
                     f"the server asks for a round with {users} users: expected "
                     f"{silo.settings.users}, the number of users in the set-up"
                 )
-            self._sum = silo.open_sum(number, self._weights)
+            self._sum = silo.open_sum(training_round, self._weights)
 
     @property
     def value(self) -> HiddenSum:
@@ -244,7 +244,7 @@ class HiddenSum:
                 exc_info=error,
             )
             # A fresh sum replaces the first one, which never leaves the silo.
-            return silo.open_sum(self._number, self._weights).finish(noise)
+            return silo.open_sum(self._training_round, self._weights).finish(noise)
 
     def in_numbers(self) -> NoReturn:
         """Refuse to return the sum, because it leaves the client only in encrypted form."""

@@ -116,7 +116,9 @@ class PldAccountant:
         release = self._release_of(event, count)
         for _ in range(count):
             if self._ledger is not None:
-                with self._ledger.reserve(release, round=self._ledger.releases + 1) as reservation:
+                with self._ledger.reserve(
+                    release, server_round=self._ledger.releases + 1
+                ) as reservation:
                     reservation.note(cohort=event.sample_size)
             self._releases[release] += 1
 

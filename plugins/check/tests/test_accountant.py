@@ -273,7 +273,7 @@ def test_a_ledger_that_misses_releases_or_holds_others_is_refused(tmp_path):
     with pytest.raises(LedgerCorrupt, match="holds 0 releases"):
         ours.load_state_dict(filled().state_dict())
     other = Ledger(tmp_path / "other")
-    with other.reserve(OTHER, round=1):
+    with other.reserve(OTHER, server_round=1):
         pass
     with pytest.raises(ValueError, match="of another configuration"):
         PldAccountant(config(), ledger=other)

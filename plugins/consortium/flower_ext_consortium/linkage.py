@@ -139,7 +139,7 @@ class Pseudonyms:
     Parameters
     ----------
     key : bytes
-        32 secret bytes that all silos share and no server sees (`read_key`).
+        32 secret bytes that all silos share and no server sees (`read_link_key`).
     fields : sequence of IdentifierField
         Columns of the identifier, in the same order in every silo.
     """
@@ -191,7 +191,7 @@ def write_key(path: Path) -> None:
     write_whole(path, secrets.token_hex(KEY_BYTES).encode() + b"\n")
 
 
-def read_key(path: Path) -> bytes:
+def read_link_key(path: Path) -> bytes:
     """Return the secret key in a file; refuse a file that other users of this machine can read."""
     try:
         if path.stat().st_mode & 0o077:

@@ -15,7 +15,7 @@ from flower_ext_consortium.linkage import (
     bucket,
     expected_shared_pairs,
     number_union,
-    read_key,
+    read_link_key,
     shared_counts,
     write_key,
 )
@@ -102,12 +102,12 @@ def test_a_key_file_is_secret_and_never_replaced(tmp_path):
     path = tmp_path / "study.key"
     write_key(path)
     assert path.stat().st_mode & 0o777 == 0o600
-    assert len(read_key(path)) == 32
+    assert len(read_link_key(path)) == 32
     with pytest.raises(InvalidValue, match="does not exist yet"):
         write_key(path)
     path.chmod(0o640)
     with pytest.raises(InvalidValue, match="chmod 600"):
-        read_key(path)
+        read_link_key(path)
 
 
 @pytest.mark.parametrize("content", ["", "00", "no key", "00" * 31])
@@ -116,7 +116,7 @@ def test_a_file_that_holds_no_key_is_refused(tmp_path, content):
     path.write_text(content)
     path.chmod(0o600)
     with pytest.raises(InvalidValue, match="key"):
-        Pseudonyms(read_key(path), (NAME,))
+        Pseudonyms(read_link_key(path), (NAME,))
 
 
 def test_the_expected_number_of_shared_pairs_is_that_of_a_simulation():

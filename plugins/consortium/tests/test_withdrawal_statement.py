@@ -22,7 +22,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.group_privacy import DpSgd, group_loss
-from flower_ext.privacy.shared_ledger import Charge, charge, note_claims, note_uncovered
+from flower_ext.privacy.shared_ledger import Charge, charge, note_claims, note_disclosure
 from flower_ext_consortium import withdrawal_statement
 from tests.support.commands import call
 from tests.support.grids import grid
@@ -72,7 +72,7 @@ def test_a_statement_counts_what_was_charged_before_the_withdrawal_and_nothing_a
 
 def test_a_run_without_guarantee_has_a_statement_that_claims_nothing(path):
     spend(path, "a")
-    note_uncovered(path, run="b", method="FedAvg", name="b", what="training without noise")
+    note_disclosure(path, run="b", method="FedAvg", name="b", what="training without noise")
     withdrawal.withdraw(path, USER, [7])
     said = withdrawal_statement.statement(path, USER, [7])
     by_run = {line["name"]: line["claim"] for line in said["runs"]}

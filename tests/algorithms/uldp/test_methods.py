@@ -745,7 +745,7 @@ def test_a_user_whose_training_raises_is_encrypted_as_zero():
         open_sum=lambda number, weights: SimpleNamespace(add=clipped.update),
     )
     message = {WEIGHTS: np.empty(0, np.uint8)}
-    total = HiddenSum(silo, message, number=1, users=USERS, bound=0.1, like={})
+    total = HiddenSum(silo, message, training_round=1, users=USERS, bound=0.1, like={})
     hidden = replace(job, total=total)
     silo_training.add_users(task, [hidden], trained=lambda name: True, memory_limit=2**30)
     assert sorted(clipped) == list(job.users)

@@ -619,7 +619,7 @@ def test_a_round_that_is_configured_twice_has_another_number_the_second_time():
     initial = ArrayRecord(task().initial_params(SEED))
     for expected in (2, 3):
         strategy.configure_train(2, initial, ConfigRecord(), grid)
-        assert strategy.training_round.number == expected
+        assert strategy.newest_round.training_round == expected
     assert strategy.participations.rounds == 2
 
 

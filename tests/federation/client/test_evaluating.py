@@ -22,7 +22,7 @@ ONE_SCORE = {"noise_multiplier": 1.0, "bounds": [["accuracy", 0.0, 1.0]]}
 
 def request(name="scores", fields=ONE_SCORE, protection=SHARE, **state):
     query = {"name": name, "fields": fields if isinstance(fields, str) else json.dumps(fields)}
-    return SimpleNamespace(query=query, protection=protection, sums=state, entries={})
+    return SimpleNamespace(query=query, protection=protection, sum_messages=state, entries={})
 
 
 def test_a_query_is_what_the_server_asked():

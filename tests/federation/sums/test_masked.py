@@ -17,8 +17,8 @@ from flower_ext.errors import ProtocolError
 from flower_ext.federation import records
 from flower_ext.federation.client import client_side, preparing
 from flower_ext.federation.state.memory import ClientVault
-from flower_ext.federation.sums import masked
-from flower_ext.federation.sums.masked import BEGIN, KEYS, QUESTION
+from flower_ext.federation.sums import masked_member
+from flower_ext.federation.sums.masked import BEGIN, KEYS, UNMASK
 from flower_ext.privacy import (
     AdversaryView,
     FixedSizeSampling,
@@ -113,13 +113,13 @@ def test_the_model_is_that_of_the_plain_sum_of_the_same_updates_to_the_last_bit(
 def test_whoever_is_lost_in_a_stage_the_sum_is_that_of_the_others(stage, way, who):
     strategy = strategy_of()
     _, found = run(strategy, Losing, **{way: [(partition, stage) for partition in who]})
-    gone = () if stage == QUESTION else who  # a client is in the sum once it has uploaded
+    gone = () if stage == UNMASK else who  # a client is in the sum once it has uploaded
     assert_same(found, expected_model(set(range(CLIENTS)) - set(gone)))
     assert strategy.participations.rounds == 1
 
 
 def test_clients_lost_in_every_stage_of_a_round_leave_the_sum_of_the_others():
-    _, found = run(strategy_of(), Losing, lost=[(0, BEGIN), (3, KEYS)], answers=[(5, QUESTION)])
+    _, found = run(strategy_of(), Losing, lost=[(0, BEGIN), (3, KEYS)], answers=[(5, UNMASK)])
     assert_same(found, expected_model({1, 2, 4, 5, 6, 7}))
 
 
@@ -130,10 +130,10 @@ def test_with_too_few_left_a_round_is_discarded(stage, logged):
     assert_same(found, records.to_arrays(initial()))
     assert "round 1 discarded" in logged.text
     trained = [m for m in grid.received if m.metadata.message_type.startswith("train")]
-    assert bool(trained) == (stage in ("train", QUESTION))  # otherwise nobody was asked to
+    assert bool(trained) == (stage in ("train", UNMASK))  # otherwise nobody was asked to
     assert strategy.participations.rounds == 1
     # Once clients were asked to unmask a sum, it counts as seen.
-    assert bool(strategy.participations.in_sums) == (stage == QUESTION)
+    assert bool(strategy.participations.in_sums) == (stage == UNMASK)
 
 
 def test_the_next_round_is_another_one_for_those_who_were_lost():
@@ -186,7 +186,7 @@ def test_a_client_whose_process_ends_after_every_message_goes_on_and_answers_not
     assert Counter(stage for stage, *_ in grid.twice) == dict.fromkeys(STAGES, CLIENTS)
     for stage, first, again in grid.twice:
         assert not first.has_error()
-        if stage == QUESTION:  # another answer to the same question could reveal both secrets
+        if stage == UNMASK:  # another answer to the same question could reveal both secrets
             one, two = (
                 reply.content[records.ANSWER]["message"].numpy() for reply in (first, again)
             )
@@ -225,7 +225,7 @@ def _mask_at_once(folder, asked, value, both_loaded, outcomes):
     try:
         cells = ClipAndNoise(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16)
         sums = {records.SECURE_SUM: asked}
-        masked.seal({"w": np.full(50, value, np.int64)}, cells, sums, context, "one")
+        masked_member.seal({"w": np.full(50, value, np.int64)}, cells, sums, context, "one")
         outcomes.put("masked")
     except ProtocolError as error:
         outcomes.put(str(error))
@@ -350,7 +350,7 @@ GARBLED = {
 def test_an_odd_message_of_the_server_is_one_clients_error_and_the_others_go_on(stage, garble):
     strategy = strategy_of()
     _, found = run(strategy, Garbling, stage=[stage], garble=[GARBLED[garble]])
-    gone = {3} if stage != QUESTION else set()
+    gone = {3} if stage != UNMASK else set()
     assert_same(found, expected_model(set(range(CLIENTS)) - gone))
     assert "node 1003" in strategy.refusals[0]
 
@@ -360,7 +360,7 @@ def test_who_reveals_wrong_shares_is_named_and_the_sum_is_right(logged):
         return data[:74] + bytes([data[74] ^ 1]) + data[75:]
 
     strategy = strategy_of()
-    _, found = run(strategy, Crafting, stage=[QUESTION], craft=[wrong])
+    _, found = run(strategy, Crafting, stage=[UNMASK], craft=[wrong])
     assert_same(found, expected_model(range(CLIENTS)))
     (said,) = strategy.refusals
     assert "client 3: it revealed wrong shares" in said
@@ -417,7 +417,7 @@ class Replacing(Crafting):
         return replies
 
 
-@pytest.mark.parametrize("stage", ["train", QUESTION])
+@pytest.mark.parametrize("stage", ["train", UNMASK])
 @pytest.mark.parametrize(
     "replaced",
     [
@@ -444,7 +444,7 @@ def test_methods_whose_updates_are_summed_run_by_the_same_setting(method):
     assert strategy.refusals == []
     assert any(np.any(array != records.to_arrays(initial())[n]) for n, array in found.items())
     assert strategy.participations.rounds == 2
-    assert sum(stage_of(message) == QUESTION for message in grid.sent) == 2 * CLIENTS
+    assert sum(stage_of(message) == UNMASK for message in grid.sent) == 2 * CLIENTS
 
 
 def test_upcycling_asks_for_keys_in_the_rounds_that_train_alone():

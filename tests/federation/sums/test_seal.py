@@ -7,7 +7,7 @@ from flwr.app import Context, RecordDict
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.federation import records
-from flower_ext.federation.sums.masked import seal
+from flower_ext.federation.sums.masked_member import seal
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise, Protection
 
 CELLS = ClipAndNoise(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16)

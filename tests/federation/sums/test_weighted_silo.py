@@ -91,7 +91,7 @@ COUNTS = np.array([[1, 2, 0, 3], [2, 0, 1, 1], [0, 0, 0, 4]])
 def hidden_sum(silo, message=b"", users=USERS, bound=0.5, size=2):
     arrays = {WEIGHTS: np.frombuffer(message, np.uint8)}
     like = {"weight": torch.zeros(size)}
-    return HiddenSum(silo, arrays, number=1, users=users, bound=bound, like=like)
+    return HiddenSum(silo, arrays, training_round=1, users=users, bound=bound, like=like)
 
 
 def upload(total, noise):

@@ -302,7 +302,7 @@ def test_a_ledger_and_an_account_of_two_runs_compose_their_rounds(tmp_path):
     mechanism = spaced()
     ledger = Ledger(tmp_path / "ledger", budget=Budget(epsilon=epsilon_of(0.8), delta=1e-2))
     for number in range(1, 40):
-        with ledger.reserve(mechanism.release_in(number), round=number):
+        with ledger.reserve(mechanism.release_in(number), server_round=number):
             pass
     assert ledger.spent(1e-2).epsilon == pytest.approx(epsilon_of(0.8), rel=1e-4)
     ledger.close()

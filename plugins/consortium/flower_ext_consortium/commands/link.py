@@ -19,7 +19,7 @@ from flower_ext_consortium.linkage import (
     bucket,
     expected_shared_pairs,
     number_union,
-    read_key,
+    read_link_key,
     read_numbers,
     read_people,
     shared_counts,
@@ -191,7 +191,7 @@ def _pseudonyms(
     ]
     if not texts + dates:
         raise InvalidValue("by: expected --by COLUMN or --by-date COLUMN, once for each column")
-    return Pseudonyms(read_key(key), (*texts, *dates))
+    return Pseudonyms(read_link_key(key), (*texts, *dates))
 
 
 def _watched(rows: Iterator[T]) -> Iterator[T]:
