@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -92,36 +92,18 @@ def calibrate(
     Example: flower-ext calibrate --population 100 --sampling-rate 0.1 --rounds 60 --epsilon 2. To
     find the largest number of rounds, give --noise-multiplier 1 in place of --rounds 60.
     """
-    if unit is PrivacyUnit.RECORD:
-        raise typer.BadParameter("--unit record: expected client or user")
-    if (unit is PrivacyUnit.USER) != (group_size is not None):
-        raise typer.BadParameter("give --unit user and --group-size together, or neither")
-    if group_size and cohort_size is not None:
-        raise typer.BadParameter(
-            "--cohort-size counts clients, but silos sample records: with --unit user, give "
-            "--sampling-rate"
-        )
-    if sampling_rate is not None and cohort_size is not None:
-        raise typer.BadParameter("give either --sampling-rate or --cohort-size")
-    if cohort_size is not None and not 1 <= cohort_size <= population:
-        raise typer.BadParameter(
-            f"--cohort-size {cohort_size}: expected an integer from 1 to --population {population}"
-        )
-    values = {
-        "epsilon": epsilon,
-        "noise_multiplier": noise_multiplier,
-        "delta": 1 / population if delta is None else delta,
-        "rounds": rounds,
-        "sampling_rate": sampling_rate if cohort_size is None else cohort_size / population,
-    }
-    unknown = [name for name, value in values.items() if value is None]
-    if len(unknown) != 1:
-        raise typer.BadParameter(
-            "give three of --epsilon, --noise-multiplier, --rounds, and --sampling-rate or "
-            "--cohort-size: the command computes the fourth"
-        )
-    (name,) = unknown
-    known: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    known = _known_values(
+        population,
+        unit,
+        group_size,
+        cohort_size,
+        epsilon=epsilon,
+        noise_multiplier=noise_multiplier,
+        delta=1 / population if delta is None else delta,
+        rounds=rounds,
+        sampling_rate=sampling_rate,
+    )
+    (name,) = _SIGNS.keys() - known.keys()
     rows = _answers(name, population, group_size, **known)
     if as_json:
         answer = {"unit": unit.value, "population": population, **known, "rows": rows}
@@ -132,11 +114,7 @@ def calibrate(
     console.print(f"Unit: one {unit.value} of {population}{most} · {signs}\n")
     if warning := large_delta(known["delta"], unit, population):
         console.print(f"{warning}\n")
-    title, column, formatted = _TABLES[name]
-    table = titled_table(title, (*_WORDS, column))
-    for row in rows:
-        table.add_row(*(row[word] for word in _WORDS), formatted(row[name]))
-    console.print(table)
+    _print_rows(name, rows)
     if group_size is None and name in ("epsilon", "noise_multiplier"):
         noise = known.pop("noise_multiplier", None) or rows[0][name]
         known.pop("epsilon", None)
@@ -144,6 +122,49 @@ def calibrate(
         for condition in dp2_fedsam_theorem2(noise_multiplier=noise, **known).conditions:
             if not condition.holds:
                 console.print(f"  ✗ {condition.text}")
+
+
+def _known_values(
+    population: int,
+    unit: PrivacyUnit,
+    group_size: int | None,
+    cohort_size: int | None,
+    **values: float | None,
+) -> dict[str, Any]:
+    """Return the four known values by name; refuse options that contradict each other."""
+    if unit is PrivacyUnit.RECORD:
+        raise typer.BadParameter("--unit record: expected client or user")
+    if (unit is PrivacyUnit.USER) != (group_size is not None):
+        raise typer.BadParameter("give --unit user and --group-size together, or neither")
+    if group_size and cohort_size is not None:
+        raise typer.BadParameter(
+            "--cohort-size counts clients, but silos sample records: with --unit user, give "
+            "--sampling-rate"
+        )
+    if values["sampling_rate"] is not None and cohort_size is not None:
+        raise typer.BadParameter("give either --sampling-rate or --cohort-size")
+    if cohort_size is not None and not 1 <= cohort_size <= population:
+        raise typer.BadParameter(
+            f"--cohort-size {cohort_size}: expected an integer from 1 to --population {population}"
+        )
+    if cohort_size is not None:
+        values["sampling_rate"] = cohort_size / population
+    known = {name: value for name, value in values.items() if value is not None}
+    if len(known) != len(values) - 1:
+        raise typer.BadParameter(
+            "give three of --epsilon, --noise-multiplier, --rounds, and --sampling-rate or "
+            "--cohort-size: the command computes the fourth"
+        )
+    return known
+
+
+def _print_rows(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the table of the quantity ``name``."""
+    title, column, formatted = _TABLES[name]
+    table = titled_table(title, (*_WORDS, column))
+    for row in rows:
+        table.add_row(*(row[word] for word in _WORDS), formatted(row[name]))
+    console.print(table)
 
 
 def _answers(

@@ -138,8 +138,8 @@ def _restore_help(command: click.Command, function: Callable[..., object]) -> No
                 argument.help = note.help
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         console.print(f"flower-ext {flower_ext.__version__}", highlight=False)
         raise typer.Exit
 

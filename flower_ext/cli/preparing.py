@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -98,34 +97,35 @@ def prepare(options: RunOptions) -> PreparedRun:
         _check_plugins(options.app)
     if options.resume is not None:
         changes = {**begun_with(options.resume, options.app, defaults), **changes}
-    config = ChainMap(changes, defaults)  # an assignment to `config` changes `changes`
-    per_node, setting = config.get("clients-per-node"), clients_setting(config)
+    setting = clients_setting({**defaults, **changes})
     if setting is not None and options.clients is not None:
-        config[setting] = options.clients
+        changes[setting] = options.clients
+    config = {**defaults, **changes}
+    per_node = config.get("clients-per-node")
     # In one process each client is its own node, because the engine forms batches of clients.
     if options.in_process and per_node is not None:
-        config["clients-per-node"] = 1
+        changes["clients-per-node"] = 1
     elif options.superlink is None and per_node == 0:
-        config["clients-per-node"] = per_node = clients_per_node(config)
-        console.print(f"Ray: {num_nodes(config)} nodes with {per_node} clients each")
+        changes["clients-per-node"] = per_node = clients_per_node(config)
+        count = num_nodes({**config, **changes})
+        console.print(f"Ray: {count} nodes with {per_node} clients each")
     if file is not None and "preset" in defaults:
         before = {**defaults, **file.settings(changes, defaults)}
         # "method" and "upcycled" choose one of the methods that a paper compares, and no result
         # depends on "clients-per-node".
         rows = ("method", "upcycled", "clients-per-node")
-        config["preset"] = file.text(
+        changes["preset"] = file.text(
             [name for name in changes if name not in rows and changes[name] != before[name]]
         )
-    path = _choose_paths(options, config)
+    path, changes = _choose_paths(options, defaults, changes)
+    config = {**defaults, **changes}
     nodes = options.clients if setting is None else num_nodes(config)
     if options.superlink is None and nodes is None:
         raise InvalidValue(
             f"{options.app} has no setting 'clients', so the number of clients is unknown; add "
             "clients = N to [tool.flwr.app.config] of its pyproject.toml, or give --clients=N"
         )
-    return PreparedRun(
-        options=options, config=dict(config), changes=changes, path=path, nodes=nodes
-    )
+    return PreparedRun(options=options, config=config, changes=changes, path=path, nodes=nodes)
 
 
 def _check_plugins(app: Path) -> None:
@@ -137,20 +137,22 @@ def _check_plugins(app: Path) -> None:
             raise InvalidValue(f"{app} needs a plug-in: {how_to_install(plugin[0])}")
 
 
-def _choose_paths(options: RunOptions, config: ChainMap[str, Any]) -> Path | None:
-    """Set the paths of a run's files; return the run directory, or None if no setting names it."""
-    is_local = options.superlink is None
+def _choose_paths(
+    options: RunOptions, defaults: Mapping[str, Any], changes: Mapping[str, Any]
+) -> tuple[Path | None, dict[str, Any]]:
+    """Return the run directory, or None if no setting names it; and the changes with all paths."""
+    is_local, config = options.superlink is None, {**defaults, **changes}
     if (is_local or options.runs is not None) and not config.get("run-directory", True):
         name, folder = str(config.get("method", options.app.name)), options.runs or Path("runs")
         folder = folder.absolute() if is_local else folder
         config["run-directory"] = str(new_run_path(folder, name, datetime.now(UTC)))
-    config.update(_absolute(config, is_local=is_local))
-    path = Path(config["run-directory"]) if config.get("run-directory") else None
-    if is_local and path and config.parents.get("state-folder") == "":
-        config.maps[0].setdefault("state-folder", str(path / "state"))  # for --resume
+    paths = _absolute(config, is_local=is_local)
+    path = Path(paths["run-directory"]) if "run-directory" in paths else None
+    if is_local and path and "state-folder" not in changes and defaults.get("state-folder") == "":
+        paths["state-folder"] = str(path / "state")  # for --resume
     if is_local and not config.get("data-folder", True):
-        config.update(_absolute({"data-folder": os.environ.get(FOLDER_VARIABLE)}, is_local=True))
-    return path
+        paths |= _absolute({"data-folder": os.environ.get(FOLDER_VARIABLE)}, is_local=True)
+    return path, {**changes, **paths}
 
 
 def clients_per_node(config: Mapping[str, Any]) -> int:

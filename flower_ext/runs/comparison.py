@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,6 +15,25 @@ from flower_ext.runs.page import write_page
 from flower_ext.runs.settings import INCIDENTAL
 
 
+class _Measured:
+    """The parts of a run that a comparison needs; each file is read once."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.path, self.status, self.config = run.path, run.status, run.config
+        self.rounds, self.clients = run.metrics(), run.client_metrics()
+        self.guarantees = run.guarantees()
+        # Completed rounds count, not planned ones.
+        made = {"rounds": int(self.rounds.last)} if "rounds" in self.config else {}
+        self.settings = {**self.config, **made}
+        method = str(self.config.get("method", self.path.name))
+        self.method = f"{method}, upcycled" if self.config.get("upcycled") else method
+        # A secure evaluation released a mean and its error, and no client's score.
+        self.noised: tuple[float, float] | None = None
+        scores = self.rounds.noised_scores()
+        if scores is not None and "accuracy" in scores.means:
+            self.noised = scores.means["accuracy"], scores.errors["accuracy"]
+
+
 def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) -> Path:
     """Write ``comparison.md`` and ``.html``: a table, and figures against rounds and messages.
 
@@ -24,10 +42,10 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
     `NotARun`. The function returns the path of the HTML page.
     """
     # A run that counted twice would make the deviation over runs too small.
-    runs = list({run.path.resolve(): run for run in runs}.values())
-    for run in runs:
-        accurate = all("accuracy" in row for row in run.client_metrics() or [{}])
-        if not accurate and _noised(run) is None:
+    measured = [_Measured(run) for run in {run.path.resolve(): run for run in runs}.values()]
+    for run in measured:
+        accurate = all("accuracy" in row for row in run.clients or [{}])
+        if not accurate and run.noised is None:
             raise NotARun(
                 f"{run.path} lacks the accuracy of its clients (clients.csv), so there is nothing "
                 "to compare; name a run that evaluated its clients"
@@ -37,7 +55,7 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
                 f"run {run.path} is {run.status}: expected a run that has ended; leave it out, or "
                 f"resume it"
             )
-    groups = grouped(runs)
+    groups = _grouped(measured)
     folder.mkdir(parents=True, exist_ok=True)
     rows = [_row(name, members) for name, members in groups.items()]
     return write_page(
@@ -46,9 +64,11 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
         title=title,
         columns=list(rows[0]),
         rows=[list(row.values()) for row in rows],
-        sources=sorted({str(source) for run in runs if (source := run.config.get("data-source"))}),
-        has_noised_scores=any(_noised(run) is not None for run in runs),
-        stopped_early=[run.path.name for run in runs if run.status == "budget-exhausted"],
+        sources=sorted(
+            {str(source) for run in measured if (source := run.config.get("data-source"))}
+        ),
+        has_noised_scores=any(run.noised is not None for run in measured),
+        stopped_early=[run.path.name for run in measured if run.status == "budget-exhausted"],
         figures=_figures(groups, folder / "figures"),
     )
 
@@ -57,52 +77,29 @@ NOT_COMPARED = INCIDENTAL | {"seed", "planned-rounds", "clients-per-node"}
 """Settings in which repetitions may differ."""
 
 
-def grouped(runs: Sequence[RunDirectory]) -> dict[str, list[RunDirectory]]:
+def _grouped(runs: Sequence[_Measured]) -> dict[str, list[_Measured]]:
     """Return groups of runs that differ only in `NOT_COMPARED`.
 
     A group's label consists of the method, and of the settings in which the method's runs differ.
     """
-    settings = {run: _settings(run) for run in runs}
-    groups: dict[str, list[RunDirectory]] = {}
+    groups: dict[str, list[_Measured]] = {}
     for run in runs:
-        method = _method(run)
-        others = [settings[other] for other in runs if _method(other) == method]
+        others = [other.settings for other in runs if other.method == run.method]
         names = dict.fromkeys(name for config in others for name in config)
         changes = [
-            f"{name}={settings[run].get(name, '–')}"
+            f"{name}={run.settings.get(name, '–')}"
             for name in names
             if name not in NOT_COMPARED
             and any(config.get(name) != others[0].get(name) for config in others)
         ]
-        groups.setdefault(", ".join([method, *changes]), []).append(run)
+        groups.setdefault(", ".join([run.method, *changes]), []).append(run)
     return groups
 
 
-def _settings(run: RunDirectory) -> dict[str, Any]:
-    """Return the run's settings, with the number of completed rounds in place of planned ones."""
-    made = {"rounds": int(run.metrics().last)} if "rounds" in run.config else {}
-    return {**run.config, **made}
-
-
-def _method(run: RunDirectory) -> str:
-    method = str(run.config.get("method", run.path.name))
-    return f"{method}, upcycled" if run.config.get("upcycled") else method
-
-
-def _noised(run: RunDirectory) -> tuple[float, float] | None:
-    # A secure evaluation released a mean and its error, and no client's score.
-    scores = run.metrics().noised_scores()
-    if scores is None or "accuracy" not in scores.means:
-        return None
-    return scores.means["accuracy"], scores.errors["accuracy"]
-
-
-def _row(name: str, runs: Sequence[RunDirectory]) -> dict[str, object]:
-    noised = [scores for run in runs if (scores := _noised(run)) is not None]
+def _row(name: str, runs: Sequence[_Measured]) -> dict[str, object]:
+    noised = [scores for run in runs if (scores := run.noised) is not None]
     spreads = [
-        summarize([row["accuracy"] for row in run.client_metrics()])
-        for run in runs
-        if _noised(run) is None
+        summarize([row["accuracy"] for row in run.clients]) for run in runs if run.noised is None
     ]
     accuracy = mean_and_std([*(s.mean for s in spreads), *(mean for mean, _ in noised)])
     if noised:
@@ -110,7 +107,7 @@ def _row(name: str, runs: Sequence[RunDirectory]) -> dict[str, object]:
         accuracy += f" (± {error:.2g} by noise)"
 
     def mean(*names: str) -> float:
-        return sum(run.metrics().total(*names) for run in runs) / len(runs)
+        return sum(run.rounds.total(*names) for run in runs) / len(runs)
 
     return {
         "method": name,
@@ -126,15 +123,13 @@ def _row(name: str, runs: Sequence[RunDirectory]) -> dict[str, object]:
     }
 
 
-def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict[str, Path]:
+def _figures(groups: Mapping[str, Sequence[_Measured]], folder: Path) -> dict[str, Path]:
     """Draw all figures with measurements; return their paths by title."""
-    rounds = {group: [run.metrics() for run in runs] for group, runs in groups.items()}
 
     def lines(name: str) -> dict[str, list[Line]]:
         """Return the metric ``name`` of each group whose runs all have it."""
         series: dict[str, list[Line]] = {
-            group: [metrics.series(name) for metrics in members]
-            for group, members in rounds.items()
+            group: [run.rounds.series(name) for run in runs] for group, runs in groups.items()
         }
         return {group: lines for group, lines in series.items() if all(x for x, _ in lines)}
 
@@ -175,7 +170,7 @@ def mean_and_std(values: Sequence[float], *, digits: int = 3) -> str:
     return mean if len(values) == 1 else f"{mean} ± {np.std(values, ddof=1):.{digits}f}"
 
 
-def _epsilon(runs: Sequence[RunDirectory], basis: str) -> str:
+def _epsilon(runs: Sequence[_Measured], basis: str) -> str:
     """Return the largest ε as a text with unit, view and δ; "none" if a run has no guarantee.
 
     If a run has guarantees against an adversary that sees released models, this function ignores
@@ -183,7 +178,7 @@ def _epsilon(runs: Sequence[RunDirectory], basis: str) -> str:
     """
     largest: list[Guarantee] = []
     for run in runs:
-        guarantees = [g for g in run.guarantees() if g.basis == basis]
+        guarantees = [g for g in run.guarantees if g.basis == basis]
         against_models = [g for g in guarantees if g.view is AdversaryView.RELEASED_MODELS]
         if not guarantees:
             return "none"

@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
+# Apps import the types of their settings from here; `X as X` marks a name as exported.
 from flower_ext.checks import Count as Count
 from flower_ext.checks import CountOrZero as CountOrZero
 from flower_ext.checks import Fraction as Fraction

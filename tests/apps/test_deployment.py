@@ -141,9 +141,8 @@ def test_nodes_that_are_killed_in_secure_sums_cost_no_round_and_come_back(tmp_pa
     assert outcome.wrong_aggregates == 0
     assert outcome.epsilon_right
     assert [entry["kind"] for entry in run.ledger()].count("reserve") == plan.rounds
-    assert (
-        len(list(folder.glob("secrets/*-sum.secret"))) == 4
-    )  # a round's secrets replace the last one's
+    # A round's secrets replace the last one's.
+    assert len(list(folder.glob("secrets/*-sum.secret"))) == 4
 
 
 def test_nodes_with_identities_take_part_in_signed_sums_alone(tmp_path):

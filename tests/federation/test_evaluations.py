@@ -297,9 +297,8 @@ def test_an_evaluation_that_was_asked_for_and_never_finished_counts_when_the_run
     again = RunWriter.resume(tmp_path / "run")
     second = scored(directory=again, ledger=again.open_ledger(), seeded_noise=False)
     run(second, rounds=3)
-    assert (
-        second.participations.answers["scores"] == 1 + 1 + 2
-    )  # the second of two rounds is done again
+    # The second of two rounds is done again.
+    assert second.participations.answers["scores"] == 1 + 1 + 2
     assert second.run.spending.ledger.releases >= second.participations.rounds + 4
     expected = privacy_loss_of(
         second.run.mechanism.releases(second.participations), delta=second.run.plan.delta

@@ -15,6 +15,7 @@ from flower_ext.files import write_whole
 from flower_ext.privacy import FullParticipation, PoissonSampling
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.callbacks import Callback
+from flower_ext.training import Task
 from flower_ext_consortium.statistics import StatisticsFiles, UserStatistics
 
 app = ServerApp()
@@ -56,23 +57,37 @@ def main(grid: Grid, context: Context) -> None:
     settings, task = configured.settings(Settings, context), task_of(context)
     if settings.dataset != "files":
         table_of(settings, 0)  # missing data end the run here
-    everyone, silos = FullParticipation(num_users_of(settings)), settings.num_silos
-    if settings.method != "uldp-avg-w":
-        if settings.method == "scores":
-            coefficients_of(settings)  # refuses an unfit model before the run
-        # Statistics take one round, and a person's vector has norm 1, unlike an update.
-        once = replace(settings, rounds=1, clipping_norm=1.0)
-        plan = configured.release_plan(once, everyone, of_users=True)
-        statistics, unscored = UserStatistics(num_silos=silos), replace(settings, evaluate_every=0)
-        files = StatisticsFiles(joint_of(settings), statistics, plan)
-        options = {"planned_rounds": 1, "callbacks": [files]}
-        configured.start(grid, context, unscored, task, statistics, plan, **options)
-        return
+    everyone = FullParticipation(num_users_of(settings))
+    run = _train if settings.method == "uldp-avg-w" else _release_statistics
+    run(grid, context, settings, task, everyone)
+
+
+def _release_statistics(
+    grid: Grid, context: Context, settings: Settings, task: Task, everyone: FullParticipation
+) -> None:
+    """Release statistics, or the sums of a model's scores, in one round."""
+    if settings.method == "scores":
+        coefficients_of(settings)  # refuses an unfit model before the run
+    # Statistics take one round, and a person's vector has norm 1, unlike an update.
+    once = replace(settings, rounds=1, clipping_norm=1.0)
+    plan = configured.release_plan(once, everyone, of_users=True)
+    statistics = UserStatistics(num_silos=settings.num_silos)
+    files = StatisticsFiles(joint_of(settings), statistics, plan)
+    unscored = replace(settings, evaluate_every=0)
+    configured.start(
+        grid, context, unscored, task, statistics, plan, planned_rounds=1, callbacks=[files]
+    )
+
+
+def _train(
+    grid: Grid, context: Context, settings: Settings, task: Task, everyone: FullParticipation
+) -> None:
+    """Train a model, and write it to a file."""
     model = ModelFile(settings)
     # `UldpAvg` divides by users and by silos, but the setting is a rate for the mean over users.
-    rate = settings.server_learning_rate * silos
+    rate = settings.server_learning_rate * settings.num_silos
     method = UldpAvg(
-        num_silos=silos,
+        num_silos=settings.num_silos,
         weighting="by-records",
         user_draw=settings.draws,
         local=configured.training(settings),

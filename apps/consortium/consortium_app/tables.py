@@ -79,9 +79,8 @@ def table_of(settings: Settings, silo: int) -> Table:
 
 
 def _read(settings: Settings, silo: int) -> Table:
-    with (
-        knowing_no_data()
-    ):  # names of files and columns reveal nobody's data, so the server may see them
+    # Names of files and columns reveal nobody's data, so the server may see them.
+    with knowing_no_data():
         if not settings.data_folder:
             raise UnfitSetting(
                 "run-config data-folder='' with dataset='files': expected the folder of the silo's "

@@ -1,6 +1,7 @@
 """The learning problem of the run configuration, with equally many examples per client."""
 
-from functools import cache, partial
+from collections.abc import Callable
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -27,22 +28,18 @@ DEFAULT_MODELS = {
 def task_of(context: Context) -> Task:
     """Return the task of a run, for its clients and its server alike."""
     settings = node_settings(Settings, context)
-    dataset, folder = settings.dataset, settings.data_folder
-    model = settings.model or DEFAULT_MODELS[dataset]
-    classes = describe(dataset).num_classes
-    key = (
-        settings.partition,
-        settings.clients,
-        settings.classes_per_client,
-        settings.dirichlet_alpha,
-        settings.dirichlet_min_size,
-        settings.seed,
-    )
-    size = settings.examples_per_client
-    return Task(
-        model=partial(build, model, num_classes=classes),
-        data=lambda client: client_data(dataset, folder, key, size, client),
-    )
+    model = settings.model or DEFAULT_MODELS[settings.dataset]
+    classes = describe(settings.dataset).num_classes
+    return Task(model=partial(build, model, num_classes=classes), data=data_of(settings))
+
+
+@lru_cache(maxsize=1)
+def data_of(settings: Settings) -> Callable[[int], ClientData]:
+    """Return a function that takes a client's number and returns its examples.
+
+    The examples stay in memory for one run at a time, because a process may make many runs.
+    """
+    return cache(partial(client_data, settings))
 
 
 @cache
@@ -51,38 +48,32 @@ def pool(dataset: str, folder: str) -> Examples:
     return load(dataset, Path(folder) if folder else None)
 
 
-@cache
-def shares(
-    dataset: str, folder: str, key: tuple[str, int, int, float, int, int]
-) -> list[np.ndarray]:
+@lru_cache(maxsize=1)
+def shares(settings: Settings) -> list[np.ndarray]:
     """Return the rows of each client's examples, the same in every process."""
-    kind, clients, classes, alpha, min_size, seed = key
     return partition(
-        kind,
-        pool(dataset, folder).targets.numpy(),
-        num_partitions=clients,
-        classes_per_partition=classes,
-        alpha=alpha,
-        min_size=min_size,
-        rng=seeded_generator(seed, "partition"),
+        settings.partition,
+        pool(settings.dataset, settings.data_folder).targets.numpy(),
+        num_partitions=settings.clients,
+        classes_per_partition=settings.classes_per_client,
+        alpha=settings.dirichlet_alpha,
+        min_size=settings.dirichlet_min_size,
+        rng=seeded_generator(settings.seed, "partition"),
     )
 
 
-@cache
-def client_data(
-    dataset: str, folder: str, key: tuple[str, int, int, float, int, int], size: int, client: int
-) -> ClientData:
-    """Return one client's examples: 10 % for testing, and ``size`` of the others for training.
+def client_data(settings: Settings, client: int) -> ClientData:
+    """Return one client's examples: 10 % for testing, and equally many as others for training.
 
     Raises
     ------
     UnfitSetting
-        The client has fewer examples for training.
+        The client has fewer than ``examples-per-client`` examples for training.
     """
-    examples = pool(dataset, folder)
-    own = shares(dataset, folder, key)[client]
-    rng = seeded_generator(key[-1], "split", client)
-    train, test = split(own, train_fraction=0.9, targets=examples.targets.numpy(), rng=rng)
+    examples, rows = pool(settings.dataset, settings.data_folder), shares(settings)[client]
+    rng = seeded_generator(settings.seed, "split", client)
+    train, test = split(rows, train_fraction=0.9, targets=examples.targets.numpy(), rng=rng)
+    size = settings.examples_per_client
     if not 1 <= size <= len(train):
         raise UnfitSetting(
             f"examples-per-client={size}: expected 1 … {len(train)}, the training examples of "

@@ -1,6 +1,7 @@
 """The learning problem that the run configuration asks for."""
 
-from functools import cache, partial
+from collections.abc import Callable
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ DEFAULT_MODELS = {
 def task_of(context: Context) -> Task:
     """Return the task of a run, for its clients and its server alike."""
     settings = node_settings(Settings, context)
-    dataset, folder = settings.dataset, settings.data_folder
+    dataset = settings.dataset
     by_writer = dataset == writers.DATASET
     if by_writer != (settings.partition == writers.PARTITION):
         raise UnfitSetting(
@@ -40,18 +41,16 @@ def task_of(context: Context) -> Task:
     model = settings.model or DEFAULT_MODELS[dataset]
     if settings.method == "fedbn" and not settings.model:
         model += "-bn"
-    partitions = (
-        settings.partition,
-        settings.clients,
-        settings.classes_per_client,
-        settings.dirichlet_alpha,
-        settings.dirichlet_min_size,
-        settings.seed,
-    )
-    return Task(
-        model=partial(build, model, num_classes=classes),
-        data=lambda client: client_data(dataset, folder, partitions, client),
-    )
+    return Task(model=partial(build, model, num_classes=classes), data=data_of(settings))
+
+
+@lru_cache(maxsize=1)
+def data_of(settings: Settings) -> Callable[[int], ClientData]:
+    """Return a function that takes a client's number and returns its examples.
+
+    The examples stay in memory for one run at a time, because a process may make many runs.
+    """
+    return cache(partial(client_data, settings))
 
 
 @cache
@@ -61,35 +60,28 @@ def pool(dataset: str, folder: str) -> Examples:
     return writers.load_writers(root)[0] if dataset == writers.DATASET else load(dataset, root)
 
 
-@cache
-def shares(
-    dataset: str, folder: str, partitions: tuple[str, int, int, float, int, int]
-) -> list[np.ndarray]:
+@lru_cache(maxsize=1)
+def shares(settings: Settings) -> list[np.ndarray]:
     """Return the rows of each client's examples, the same in every process."""
-    kind, clients, classes, alpha, min_size, seed = partitions
-    rng = seeded_generator(seed, "partition")
-    if kind == writers.PARTITION:
+    rng = seeded_generator(settings.seed, "partition")
+    if settings.partition == writers.PARTITION:
+        folder = settings.data_folder
         _, names = writers.load_writers(Path(folder) if folder else None)
-        return writers.by_writer(names, clients, rng)
-    targets = pool(dataset, folder).targets.numpy()
+        return writers.by_writer(names, settings.clients, rng)
     return partition(
-        kind,
-        targets,
-        num_partitions=clients,
-        classes_per_partition=classes,
-        alpha=alpha,
-        min_size=min_size,
+        settings.partition,
+        pool(settings.dataset, settings.data_folder).targets.numpy(),
+        num_partitions=settings.clients,
+        classes_per_partition=settings.classes_per_client,
+        alpha=settings.dirichlet_alpha,
+        min_size=settings.dirichlet_min_size,
         rng=rng,
     )
 
 
-@cache
-def client_data(
-    dataset: str, folder: str, partitions: tuple[str, int, int, float, int, int], client: int
-) -> ClientData:
+def client_data(settings: Settings, client: int) -> ClientData:
     """Return one client's examples, 90 % for training and 10 % for testing."""
-    examples = pool(dataset, folder)
-    own = shares(dataset, folder, partitions)[client]
-    rng = seeded_generator(partitions[-1], "split", client)
-    train, test = split(own, train_fraction=0.9, targets=examples.targets.numpy(), rng=rng)
+    examples, rows = pool(settings.dataset, settings.data_folder), shares(settings)[client]
+    rng = seeded_generator(settings.seed, "split", client)
+    train, test = split(rows, train_fraction=0.9, targets=examples.targets.numpy(), rng=rng)
     return ClientData(train=examples.subset(train), test=examples.subset(test))

@@ -17,7 +17,7 @@ from flower_ext.federation import Method, configured
 from flower_ext.privacy import NonPrivatePlan, PoissonSampling, ReleasePlan
 from flower_ext.runs.settings import UnfitSetting
 from private_finetuning_app.settings import Settings
-from private_finetuning_app.task import USERS, client_data, shares_of, source_of, task_of
+from private_finetuning_app.task import USERS, client_data, task_of
 
 SHARED_MODEL = {
     "dp-fedavg": DPFedAvg,
@@ -50,7 +50,7 @@ def main(grid: Grid, context: Context) -> None:
             f"for all: {', '.join(SHARED_MODEL)}"
         )
     plan, task = plan_of(settings), task_of(context)
-    client_data(source_of(settings), shares_of(settings), 0)  # missing data end the run here
+    client_data(settings, 0)  # missing data end the run here
     upcycled = partial(Upcycled, coefficient=settings.upcycling_coefficient)
     wrapper = upcycled if settings.upcycled else None
     configured.start(grid, context, settings, task, method_of(settings), plan, wrapper=wrapper)

@@ -1,7 +1,7 @@
 """The learning problem that the run configuration asks for."""
 
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 from flwr.app import Context
@@ -57,35 +57,15 @@ def group_size_of(settings: Settings) -> int | str:
     return int(value) if value.isdecimal() else value
 
 
+@lru_cache(maxsize=1)
 def silos_of(settings: Settings) -> list[SiloData]:
-    """Return all silos, which are the same in every process."""
-    return _silos(
-        settings.dataset,
-        settings.data_folder,
-        num_users_of(settings),
-        settings.num_silos,
-        settings.distribution,
-        settings.labels_per_user,
-        settings.seed,
-    )
-
-
-@cache
-def _silos(
-    dataset: str,
-    folder: str,
-    users: int,
-    silos: int,
-    distribution: str,
-    labels_per_user: int,
-    seed: int,
-) -> list[SiloData]:
+    """Return all silos, read or drawn once per run and the same in every process."""
     return load_silos(
-        dataset,
-        Path(folder) if folder else None,
-        num_users=users,
-        num_silos=silos,
-        distribution=distribution,
-        labels_per_user=labels_per_user or None,
-        seed=seed,
+        settings.dataset,
+        Path(settings.data_folder) if settings.data_folder else None,
+        num_users=num_users_of(settings),
+        num_silos=settings.num_silos,
+        distribution=settings.distribution,
+        labels_per_user=settings.labels_per_user or None,
+        seed=settings.seed,
     )

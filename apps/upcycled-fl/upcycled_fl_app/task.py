@@ -1,6 +1,6 @@
 """The learning problem that the run configuration asks for."""
 
-from functools import cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 from flwr.app import Context
@@ -32,18 +32,9 @@ def task_of(context: Context) -> Task:
     """Return the task of a run, for its clients and its server alike."""
     settings = node_settings(Settings, context)
     facts, model = data_facts(settings), model_name(settings)
-    key = (
-        settings.dataset,
-        settings.data_folder,
-        settings.clients,
-        classes_of(settings),
-        settings.seed,
-        settings.generated,
-        settings.unit_features,
-    )
     return Task(
         model=partial(build, model, num_classes=facts.num_classes),
-        data=lambda client: devices(*key)[client],
+        data=lambda client: devices(settings)[client],
     )
 
 
@@ -87,26 +78,18 @@ def loss_of(settings: Settings) -> LocalObjective:
     return LocalObjective(convex=loss.convex, generalised_linear=loss.generalised_linear)
 
 
-@cache
-def devices(
-    dataset: str,
-    data_folder: str,
-    clients: int,
-    classes: int | None,
-    seed: int,
-    generated: bool,
-    unit_features: bool,
-) -> list[ClientData]:
-    """Return all devices, read or drawn once per process and the same in every process."""
+@lru_cache(maxsize=1)
+def devices(settings: Settings) -> list[ClientData]:
+    """Return all devices, read or drawn once per run and the same in every process."""
     loaded = load_devices(
-        dataset,
-        folder(data_folder),
-        num_devices=clients,
-        num_classes=classes,
-        seed=seed,
-        generated=generated,
+        settings.dataset,
+        folder(settings.data_folder),
+        num_devices=settings.clients,
+        num_classes=classes_of(settings),
+        seed=settings.seed,
+        generated=settings.generated,
     )
-    return within_unit_ball(loaded) if unit_features else loaded
+    return within_unit_ball(loaded) if settings.unit_features else loaded
 
 
 def folder(name: str) -> Path | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +25,9 @@ from flower_ext_audit.experiment import Experiment, Observation, World
 from flower_ext_audit.lower_bounds import BoundTerms, LowerBound, by_rates, if_gaussian
 from flower_ext_audit.observing import observe
 from flower_ext_audit.one_run import in_one_run, in_one_run_by_curve
+
+Scores = tuple[list[float], list[float]]
+"""The scores of the runs without the canary, and of the runs with it."""
 
 
 class ReportedEpsilon(NamedTuple):
@@ -119,10 +122,23 @@ def audit(
     """
     if trials < 8:
         raise InvalidValue(f"trials={trials!r}: expected an integer >= 8")
-    started, done = time.monotonic(), 0
-    scores: dict[AdversaryView, tuple[list[float], list[float]]] = {
-        view: ([], []) for view in experiment.views
-    }
+    started = time.monotonic()
+    reported, scores = _collect(experiment, trials, progress)
+    return Audit(
+        name=experiment.name,
+        views=_bounds(experiment, reported, scores, confidence),
+        trials=trials,
+        confidence=confidence,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _collect(
+    experiment: Experiment, trials: int, progress: Callable[[int, int], None] | None
+) -> tuple[dict[AdversaryView, ReportedEpsilon], dict[AdversaryView, Scores]]:
+    """Run both worlds; return, by view, the largest reported ε and all scores."""
+    done = 0
+    scores: dict[AdversaryView, Scores] = {view: ([], []) for view in experiment.views}
     reported: dict[AdversaryView, ReportedEpsilon] = {}
     known: set[str] = set()
     for number, world in enumerate((experiment.without, experiment.present)):
@@ -139,6 +155,16 @@ def audit(
             done += 1
             if progress is not None:
                 progress(done, 2 * trials)
+    return reported, scores
+
+
+def _bounds(
+    experiment: Experiment,
+    reported: Mapping[AdversaryView, ReportedEpsilon],
+    scores: Mapping[AdversaryView, Scores],
+    confidence: float,
+) -> tuple[ViewAudit, ...]:
+    """Return the lower bounds of each view with a finite ε; all hold at once."""
     views = [view for view in experiment.views if math.isfinite(reported[view].epsilon)]
     if not views:
         raise InvalidValue(
@@ -158,13 +184,7 @@ def audit(
         methods = [by_rates, if_gaussian] if claim.gaussian else [by_rates]
         bounds = tuple(method(without, present, terms) for method in methods)
         audits.append(ViewAudit(view=view, bounds=bounds))
-    return Audit(
-        name=experiment.name,
-        views=tuple(audits),
-        trials=trials,
-        confidence=confidence,
-        seconds=time.monotonic() - started,
-    )
+    return tuple(audits)
 
 
 def reported_epsilons(

@@ -13,7 +13,8 @@ from flower_ext.privacy.mechanisms.correlated_noise import PreparedNoise
 from flower_ext.privacy.plans.release_mechanism import AdaptiveRelease
 from flower_ext_audit.experiment import NEXT_NORM, Experiment, projected
 from flower_ext_audit.linear import SIZE, axes
-from flower_ext_audit.mechanisms import MECHANISMS, of_correlated
+from flower_ext_audit.mechanisms import MECHANISMS
+from flower_ext_audit.mechanisms.of_clients import of_correlated
 from tests.support.planted_faults import change_noises
 
 

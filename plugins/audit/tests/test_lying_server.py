@@ -28,7 +28,7 @@ from flower_ext.secure.aggregation.identities import Identities
 from flower_ext_audit import observe, secure_rounds
 from flower_ext_audit.harness import reported_epsilons
 from flower_ext_audit.linear import BEYOND, ONE_STEP, LinearMechanism, pulls
-from flower_ext_audit.mechanisms import release_plans
+from flower_ext_audit.mechanisms.plans import release_plans
 from tests.support.identities import write_identities
 
 SIZE = 10_000

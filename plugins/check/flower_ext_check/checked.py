@@ -20,7 +20,7 @@ from flower_ext_check import stand_in
 from flower_ext_check.app_folder import AppFolder
 from flower_ext_check.held_run import TRAIN
 from flower_ext_check.instruments import Instruments
-from flower_ext_check.probes import REAL, Probes
+from flower_ext_check.probes import Probes, RunName
 from flower_ext_check.request import CheckRequest
 from flower_ext_check.verdict import verdict
 
@@ -71,7 +71,7 @@ def _verdict(request: CheckRequest, *, tell: Callable[[str], object]) -> dict[st
     gc.freeze()  # each run is a fork, whose garbage collector need not walk through all modules
     probes = Probes(app=app, server=server, client=client, request=request, instruments=instruments)
     start = time.monotonic()
-    real = probes.run(REAL, 1)
+    real = probes.run(RunName.REAL)
     if (taken := time.monotonic() - start) > _LONG:
         tell(f"The app's first run took {taken:.0f} s; up to 9 follow, most of them faster")
     if real is None:

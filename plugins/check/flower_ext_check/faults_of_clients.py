@@ -10,16 +10,16 @@ from flower_ext.federation import FederatedStrategy
 from flower_ext_check import recognise
 from flower_ext_check.findings import Findings
 from flower_ext_check.held_run import TRAIN
-from flower_ext_check.probes import AGAIN, Probes
+from flower_ext_check.probes import Probes, RunName
 
 _MOST_SHOWN = 6
-_ENDINGS = {"nan": "nan/ending", "zero": "zero", "raise": "absence"}
-"""The finding for each `Change` that may end a run."""
+_ENDINGS = {RunName.NAN: "nan/ending", RunName.ZERO: "zero", RunName.RAISE: "absence"}
+"""The finding for each run that one changed client may end."""
 
 
 def add_effects_of_one_client(probes: Probes, findings: Findings) -> None:
     """Find what one client's NaN, zero update or failure does to other clients and to the run."""
-    usual, nan, traits = probes.runs.get(AGAIN), probes.seen("nan"), probes.traits
+    usual, nan, traits = probes.runs.get(RunName.AGAIN), probes.seen(RunName.NAN), probes.traits
     if usual is None or usual.ended:
         return
     if not traits.has_task and (traits.has(recognise.OUR_MOD) or traits.local):
@@ -28,10 +28,10 @@ def add_effects_of_one_client(probes: Probes, findings: Findings) -> None:
                 findings.add("nan/upload", round=reply.round)
     if any(not release.finite for release in nan.releases):
         findings.add("nan/model")
-    for change, case in _ENDINGS.items():
-        if ending := _ending(change, probes, usual.unreleased):
+    for name, case in _ENDINGS.items():
+        if ending := _ending(name, probes, usual.unreleased):
             findings.add(case, ending=ending)
-    if not traits.has_task and _fails("raise", probes):
+    if not traits.has_task and _fails(RunName.RAISE, probes):
         findings.add("failures-seen")
     uploads, uploads_as_usual = nan.uploads(1), usual.uploads(1)
     others = uploads.keys() & uploads_as_usual.keys() - {nan.target(1)}
@@ -41,29 +41,29 @@ def add_effects_of_one_client(probes: Probes, findings: Findings) -> None:
         findings.add("influence")
 
 
-def _ending(change: str, probes: Probes, unreleased: int) -> str:
-    """Say how a changed client disturbs the run ``change``; "" if it does not.
+def _ending(name: RunName, probes: Probes, unreleased: int) -> str:
+    """Say how a changed client disturbs the run ``name``; "" if it does not.
 
     ``unreleased`` is the number of rounds that release no model if no client is changed.
     """
-    run, traits = probes.runs.get(change), probes.traits
+    run, traits = probes.runs.get(name), probes.traits
     if run is None:
-        return "" if change == "zero" or traits.has_task else "hangs the run"
+        return "" if name is RunName.ZERO or traits.has_task else "hangs the run"
     if run.ended:
         if traits.has_task and all(len(cohort) == 1 for cohort in run.trainings.values()):
             return ""  # each round asked the changed client alone, so no reply was usable
         return f"ends the run ({run.ended})"
-    if change == "raise" and traits.has_task and traits.holds:
+    if name is RunName.RAISE and traits.has_task and traits.holds:
         return ""  # this client replies even if training fails; only the network can lose a reply
     if run.unreleased > unreleased:
         return "keeps the model of a round from being released"
-    is_seen = change == "zero" and _fails(change, probes)
+    is_seen = name is RunName.ZERO and _fails(name, probes)
     return "makes a mod fail, which the server sees" if is_seen else ""
 
 
-def _fails(change: str, probes: Probes) -> bool:
-    """Return True if, in the run ``change``, a client answers a training request with an error."""
-    return any(reply.error and reply.kind == TRAIN for reply in probes.seen(change).replies)
+def _fails(name: RunName, probes: Probes) -> bool:
+    """Return True if, in the run ``name``, a client answers a training request with an error."""
+    return any(reply.error and reply.kind == TRAIN for reply in probes.seen(name).replies)
 
 
 def add_unprotected_values(probes: Probes, findings: Findings) -> None:

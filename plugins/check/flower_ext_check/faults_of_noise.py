@@ -15,7 +15,7 @@ from flower_ext_check import recognise
 from flower_ext_check.findings import Findings
 from flower_ext_check.measured import Measured, release_gap, spread, upload_gap
 from flower_ext_check.mechanisms import Noise
-from flower_ext_check.probes import AGAIN, QUIET, Probes
+from flower_ext_check.probes import Probes, RunName
 from flower_ext_check.vectors import HELD
 
 _DEVIATIONS = 6.5
@@ -24,7 +24,7 @@ _DEVIATIONS = 6.5
 
 def add_wrong_noise(probes: Probes, findings: Findings) -> None:
     """Compare the measured noise with the noise that the app's parameters promise."""
-    again, noise = probes.runs.get(AGAIN), probes.traits.noise
+    again, noise = probes.runs.get(RunName.AGAIN), probes.traits.noise
     if again is None or noise is None:
         return
     for number in probes.comparable:
@@ -32,7 +32,9 @@ def add_wrong_noise(probes: Probes, findings: Findings) -> None:
         if (gap := upload_gap(probes, number)).size:
             size = max((upload.norm for upload in again.uploads(number).values()), default=0.0)
             is_wrong = _compare(gap, size, f"uploads of round {number}", findings)
-        one, other = (probes.seen(name).target_upload(number) for name in ("huge", "huge, other"))
+        one, other = (
+            probes.seen(name).target_upload(number) for name in (RunName.HUGE, RunName.HUGE_OTHER)
+        )
         stddev = noise.of_upload(len(again.cohort(number)))
         if stddev and not is_wrong and one and other and one.finite and other.finite:
             # If the noise comes from this package, only one of the two runs adds it.
@@ -68,7 +70,7 @@ def add_exceeded_bounds(probes: Probes, findings: Findings) -> None:
     if probes.traits.noise is None or not probes.traits.holds:
         return
     is_exact, past = probes.is_exact, set[str]()
-    for number, run in product(probes.comparable, ("huge", "heavy")):
+    for number, run in product(probes.comparable, (RunName.HUGE, RunName.HEAVY)):
         for what, moved, bound, stddev in _movements(probes, probes.traits.noise, run, number):
             # Neither noise nor rounding may count as a movement.
             slack = 2 * HELD + (0.0 if is_exact else _DEVIATIONS * stddev * 2**0.5)
@@ -76,12 +78,12 @@ def add_exceeded_bounds(probes: Probes, findings: Findings) -> None:
                 continue
             past.add(what)
             case = "unclipped" if what == "its upload" else "movement"
-            case = "weights/heavy" if run == "heavy" else case
+            case = "weights/heavy" if run is RunName.HEAVY else case
             findings.add(case, what=what, number=number, moved=abs(moved), bound=bound)
 
 
 def _movements(
-    probes: Probes, noise: Noise, run: str, number: int
+    probes: Probes, noise: Noise, run: RunName, number: int
 ) -> Iterator[tuple[str, float | None, float, float]]:
     """Yield the name of each value that the changed client moves, and three numbers.
 
@@ -89,7 +91,7 @@ def _movements(
     measured), how far clipping lets the client move it, and the standard deviation of the noise on
     the value.
     """
-    traits, held = probes.traits, probes.seen(QUIET)
+    traits, held = probes.traits, probes.seen(RunName.QUIET)
     clients_clip = traits.has(recognise.CLIENT_SIDE) or traits.has(recognise.CLIENT_ADAPTIVE)
     if clients_clip or traits.local or any(noise.upload_stddev.values()):
         upload, moved = probes.seen(run).target_upload(number), None

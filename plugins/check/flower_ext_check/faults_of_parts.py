@@ -64,8 +64,8 @@ def add_wrong_parts(traits: AppTraits, findings: Findings) -> None:
 def add_uncounted_messages(probes: Probes, findings: Findings) -> None:
     """Find messages and runs that the guarantee does not count."""
     real, traits, stated = probes.real, probes.traits, probes.traits.stated
-    if traits.strategies and real.beside:
-        findings.add("beside-the-strategy", kinds=", ".join(sorted(real.beside)))
+    if traits.strategies and real.outside_strategy:
+        findings.add("beside-the-strategy", kinds=", ".join(sorted(real.outside_strategy)))
     if real.starts > 1:
         findings.add("several-runs", starts=real.starts)
     # If the plan draws users or records, no message shows which of them were drawn.

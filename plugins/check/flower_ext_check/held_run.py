@@ -27,10 +27,12 @@ from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import ClipSteps, Protection
 from flower_ext_check.vectors import direction, held_step
-from flower_ext_check.wrapping import Seam
+from flower_ext_check.wrapping import Patch
 
-Change = Literal["", "huge", "huge and heavy", "nan", "zero", "raise"]
-"""Misbehaviour of the target in each round. A heavy update has a huge weight; "" means none."""
+Change = Literal["", "huge", "heavy", "nan", "zero", "raise"]
+"""Misbehaviour of the target in each round; "" means none. A heavy update is huge, and has a huge
+weight."""
+_HUGE_CHANGES = ("huge", "heavy")
 HUGE, HEAVY = 1e4, 1000
 """Norm of a huge update, and factor on the metrics of a heavy one, such as its weight."""
 _SLOW = 1e-6
@@ -54,7 +56,7 @@ class HeldRun:
     _target: int = -1
     _unit: int | None = None
 
-    def seams(self) -> list[Seam]:
+    def patches(self) -> list[Patch]:
         """Return the functions of this package to replace, so that clients do not learn."""
         noises = ("add_gaussian", "gaussian", "add_discrete_gaussian") if self.quiet else ()
         return [
@@ -78,7 +80,7 @@ class HeldRun:
             for name, record in content.array_records.items():
                 if (received := received_like(record, message.content)) is not None:
                     content[name] = _moved(received, change)
-            if change == "huge and heavy":
+            if change == "heavy":
                 for metrics in content.metric_records.values():
                     for name, value in metrics.items():
                         if isinstance(value, int | float):
@@ -144,7 +146,7 @@ class HeldRun:
             size = min(training.batch_size, len(data.train))
             training = replace(training, steps=1, batch_size=size)
             examples = data.train.subset(range(size))
-            if self._change.startswith("huge"):
+            if self._change in _HUGE_CHANGES:
                 features = trees.mapped(_with_huge_record, examples.features)
                 examples = replace(examples, features=features)
             data = replace(data, train=examples)
@@ -157,7 +159,7 @@ class HeldRun:
 
         Several clients may hold records of the unit.
         """
-        return protection.of_units and self.quiet and self.change.startswith("huge")
+        return protection.of_units and self.quiet and self.change in _HUGE_CHANGES
 
     def _of_one_unit(self, work: ClientWork) -> ClientWork:
         """Return work that takes a huge step on one unit's records; all clients use this unit."""
@@ -214,7 +216,7 @@ def moved_arrays(arrays: Mapping[str, np.ndarray], change: Change) -> dict[str, 
     """Return arrays plus a public update: `held_step`, or what ``change`` says."""
     size = sum(array.size for array in arrays.values() if array.dtype.kind == "f")
     move = np.zeros(size) if change == "zero" or not size else held_step(size)
-    if change.startswith("huge"):
+    if change in _HUGE_CHANGES:
         move = HUGE * direction(size)
     elif change == "nan":
         move = np.full(size, np.nan)

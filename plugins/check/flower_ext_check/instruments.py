@@ -19,7 +19,7 @@ from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.client.app import CohortApp
 from flower_ext_check.held_run import TRAIN
 from flower_ext_check.observe import Watch
-from flower_ext_check.wrapping import Seam, wrap
+from flower_ext_check.wrapping import Patch, wrap
 
 _CATEGORIES = (TRAIN, "evaluate", "query")
 
@@ -38,7 +38,7 @@ class Instruments:
     """Number of privacy engines of Opacus that each client made."""
     watch: Watch | None = None
 
-    def seams(self) -> list[Seam]:
+    def patches(self) -> list[Patch]:
         """Return the functions to replace: each ClientApp reports its mods, and gets one more mod.
 
         The mod of the check is the innermost one. `limit_rounds` and `count_engines` replace
@@ -50,9 +50,9 @@ class Instruments:
         ]
 
     def install(self) -> None:
-        """Replace all functions of `seams`."""
-        for seam in self.seams():
-            wrap(*seam)
+        """Replace all functions of `patches`."""
+        for patch in self.patches():
+            wrap(*patch)
 
     def _with_mod(
         self, begin: Any, app: ClientApp, client_fn: Any = None, mods: Any = None, **more: Any

@@ -21,7 +21,7 @@ from flower_ext.privacy import FixedSizeSampling, NeighboringRelation, PoissonSa
 from flower_ext.privacy.guarantee import epsilon_text
 from flower_ext_check.mechanisms import Declared
 from flower_ext_check.observed import Observed
-from flower_ext_check.probes import AGAIN, OTHER, QUIET, REAL, Probes
+from flower_ext_check.probes import Probes, RunName
 from flower_ext_check.vectors import HELD
 
 LUCK = 1e-6
@@ -79,7 +79,7 @@ def measured(probes: Probes) -> Measured | None:
         gap = _pooled(release_gap, probes)
     if not gap.size:
         return None
-    ratio, size = spread(gap), len(probes.seen(AGAIN).cohort(1))
+    ratio, size = spread(gap), len(probes.seen(RunName.AGAIN).cohort(1))
     in_upload, sampling = noise.of_upload(size), declared.release.sampling.describe()
     stddev = in_upload * size**0.5 or noise.release_stddev * noise.cohort
     if noise.bounds_models:  # the adversary sees each upload
@@ -108,7 +108,10 @@ def unmeasured(probes: Probes) -> str:
         return ""
     if reason := probes.traits.mechanism.unmeasured:
         return reason
-    if any((run := probes.runs.get(name)) is None or run.ended for name in (AGAIN, OTHER)):
+    if any(
+        (run := probes.runs.get(name)) is None or run.ended
+        for name in (RunName.AGAIN, RunName.OTHER)
+    ):
         return "a run with other random numbers did not end in time, or failed"
     return "no upload and no released mean shows the noise in the first round"
 
@@ -124,7 +127,10 @@ def upload_gap(probes: Probes, number: int) -> np.ndarray:
     parameters. The array is empty if the uploads carry no noise, or if no two can be compared.
     """
     noise, holds = probes.traits.noise, probes.traits.holds
-    runs = [probes.seen(name) for name in ((AGAIN, OTHER) if holds else (REAL, AGAIN))]
+    runs = [
+        probes.seen(name)
+        for name in ((RunName.AGAIN, RunName.OTHER) if holds else (RunName.REAL, RunName.AGAIN))
+    ]
     left, right = (run.uploads(number) for run in runs)
     if holds and not left.keys() & right.keys():
         # Without a common client, compare different ones: all send the same public update.
@@ -145,7 +151,7 @@ def release_gap(probes: Probes, number: int) -> np.ndarray:
     releases cannot be compared.
     """
     noise = probes.traits.noise
-    one, other = (probes.seen(name).step(number) for name in (AGAIN, OTHER))
+    one, other = (probes.seen(name).step(number) for name in (RunName.AGAIN, RunName.OTHER))
     if noise is None or not noise.release_stddev or not probes.traits.holds:
         return _NOTHING
     if one is None or other is None:
@@ -161,7 +167,7 @@ def _growth(probes: Probes) -> float:
     noise, mechanism = probes.traits.noise, probes.traits.mechanism
     assert noise is not None
     assert mechanism.declared is not None
-    huge, quiet = probes.seen("huge"), probes.seen(QUIET)
+    huge, quiet = probes.seen(RunName.HUGE), probes.seen(RunName.QUIET)
     if noise.in_steps:
         return _upload_change(huge, quiet) / mechanism.declared.moves
     if noise.bounds_models or not probes.is_exact:
@@ -170,7 +176,7 @@ def _growth(probes: Probes) -> float:
         return _unit_movement(huge, quiet, noise.cohort) / noise.clipping_norm
     if any(noise.upload_stddev.values()) and (upload := huge.target_upload(1)):
         return upload.norm / noise.clipping_norm
-    moved = probes.movement("huge", 1)
+    moved = probes.movement(RunName.HUGE, 1)
     return 0.0 if moved is None else (abs(moved) * noise.cohort + HELD) / noise.clipping_norm
 
 

@@ -36,7 +36,7 @@ from flower_ext_check.app_folder import AppFolder
 from flower_ext_check.held_run import TRAIN, HeldRun, category_of, received_like
 from flower_ext_check.observed import Observed, Reply
 from flower_ext_check.vectors import Vector, vector
-from flower_ext_check.wrapping import Seam, wrap
+from flower_ext_check.wrapping import Patch, wrap
 
 _LEARNERS = 20
 """Number of clients of this package that learn from their data in the first run."""
@@ -74,7 +74,7 @@ class Watch:
         if is_new and len(trainings) >= self.rounds and not self.in_strategy:
             raise Enough
         if not self.in_strategy:
-            self.observed.beside.add(kind)
+            self.observed.outside_strategy.add(kind)
         if kind in (TRAIN, "evaluate") and all(_same(m.content, first.content) for m in messages):
             self.release(_arrays(first.content).values())
         if self.held is not None:
@@ -126,9 +126,9 @@ class Watch:
             self.observed.template.setdefault(category, deepcopy(reply.content))
         return reply
 
-    def seams(self) -> list[Seam]:
+    def patches(self) -> list[Patch]:
         """Return the functions of this package to replace in this run."""
-        held = [] if self.held is None else self.held.seams()
+        held = [] if self.held is None else self.held.patches()
         return [(preparing, "checked_data", self._data), (Round, "close", self._closed), *held]
 
     def _data(
@@ -226,8 +226,8 @@ def observe(
     """
     grid = WatchedGrid(client, clients, config)
     grid.app, grid.watch = client, watch
-    for seam in watch.seams():
-        wrap(*seam)
+    for patch in watch.patches():
+        wrap(*patch)
     _seed(watch.seed, 0, 0)
     try:
         run_server(server, grid, config)

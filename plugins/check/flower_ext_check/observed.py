@@ -37,7 +37,7 @@ class Observed:
 
     trainings: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """For each training round, the partitions to which its first batch of messages went."""
-    beside: set[str] = field(default_factory=set)
+    outside_strategy: set[str] = field(default_factory=set)
     """Kinds of messages that the app sent while no strategy ran the rounds."""
     starts: int = 0
     replies: list[Reply] = field(default_factory=list)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import numpy as np
 from flwr.clientapp import ClientApp
@@ -18,7 +19,50 @@ from flower_ext_check.recognise import AppTraits, traits_of
 from flower_ext_check.request import CheckRequest
 from flower_ext_check.vectors import HELD, Vector
 
-REAL, AGAIN, OTHER, QUIET = "real", "again", "other", "quiet"
+
+class RunName(StrEnum):
+    """The runs of one check."""
+
+    REAL = "real"
+    AGAIN = "again"
+    OTHER = "other"
+    QUIET = "quiet"
+    NAN = "nan"
+    RAISE = "raise"
+    HUGE = "huge"
+    HUGE_OTHER = "huge, other"
+    HEAVY = "heavy"
+    ZERO = "zero"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """The options in which one run differs from the others."""
+
+    seed: int
+    """Seed of the app's random numbers."""
+    change: Change = ""
+    quiet: bool = False
+    for_tasks: bool = True
+    """If False, clients that train a task of this package skip the run (`AppTraits.has_task`)."""
+
+
+RUNS = {
+    RunName.REAL: Probe(seed=1),
+    RunName.AGAIN: Probe(seed=1),
+    RunName.OTHER: Probe(seed=2),
+    RunName.NAN: Probe(seed=1, change="nan"),
+    RunName.RAISE: Probe(seed=1, change="raise"),
+    RunName.QUIET: Probe(seed=1, quiet=True),
+    RunName.HUGE: Probe(seed=1, change="huge", quiet=True),
+    RunName.HUGE_OTHER: Probe(seed=2, change="huge", for_tasks=False),
+    RunName.HEAVY: Probe(seed=1, change="heavy", quiet=True, for_tasks=False),
+    RunName.ZERO: Probe(seed=1, change="zero", for_tasks=False),
+}
+"""All runs, in the order in which a check makes them.
+
+Clients learn only in the first, `RunName.REAL`. All others are held (`HeldRun`).
+"""
 
 
 @dataclass(kw_only=True)
@@ -30,14 +74,14 @@ class Probes:
     client: ClientApp
     request: CheckRequest
     instruments: Instruments
-    runs: dict[str, Observed | None] = field(default_factory=dict)
+    runs: dict[RunName, Observed | None] = field(default_factory=dict)
     traits: AppTraits = field(init=False)
     """The traits of the app, which the check recognises in its first run."""
 
     @property
     def real(self) -> Observed:
         """The first run, in which clients learn. Use it only after that run has ended."""
-        real = self.runs[REAL]
+        real = self.runs[RunName.REAL]
         assert real is not None
         return real
 
@@ -46,17 +90,15 @@ class Probes:
         """The rounds in which a held run has noise with the same standard deviation as the app."""
         return range(1, (self.request.rounds if self.traits.rounds_alike else 1) + 1)
 
-    def run(
-        self, name: str, seed: int, change: Change = "", *, quiet: bool = False
-    ) -> Observed | None:
-        """Run the app once in a separate process; return None if the run does not end in time.
-
-        The first run, named `REAL`, lets clients learn. All other runs are held, with the options
-        ``change`` and ``quiet`` of `HeldRun`. ``seed`` determines the app's random numbers.
-        """
-        real, request = self.runs.get(REAL), self.request
-        held = None if real is None else HeldRun(template=real.template, change=change, quiet=quiet)
-        watch = Watch(app=self.app, seed=seed, rounds=request.rounds, held=held)
+    def run(self, name: RunName) -> Observed | None:
+        """Run the app once in a separate process; return None if the run does not end in time."""
+        probe, real, request = RUNS[name], self.runs.get(RunName.REAL), self.request
+        held = (
+            None
+            if real is None
+            else HeldRun(template=real.template, change=probe.change, quiet=probe.quiet)
+        )
+        watch = Watch(app=self.app, seed=probe.seed, rounds=request.rounds, held=held)
         self.instruments.watch = watch
 
         def watched() -> tuple[Observed, AppTraits | None]:
@@ -72,16 +114,9 @@ class Probes:
 
     def run_all(self) -> None:
         """Make all held runs, which follow the first run."""
-        self.run(AGAIN, 1)
-        self.run(OTHER, 2)
-        self.run("nan", 1, "nan")
-        self.run("raise", 1, "raise")
-        self.run(QUIET, 1, quiet=True)
-        self.run("huge", 1, "huge", quiet=True)
-        if not self.traits.has_task:
-            self.run("huge, other", 2, "huge")
-            self.run("heavy", 1, "huge and heavy", quiet=True)
-            self.run("zero", 1, "zero")
+        for name, probe in RUNS.items():
+            if name is not RunName.REAL and (probe.for_tasks or not self.traits.has_task):
+                self.run(name)
 
     @property
     def is_exact(self) -> bool:
@@ -89,7 +124,7 @@ class Probes:
 
         Either quiet runs have no noise, or all runs with the same seed have the same noise.
         """
-        one, other = self.runs.get(AGAIN), self.runs.get(QUIET)
+        one, other = self.runs.get(RunName.AGAIN), self.runs.get(RunName.QUIET)
         if one is None or other is None or len(one.releases) != len(other.releases):
             return False
         ones, others = one.uploads(1), other.uploads(1)
@@ -103,11 +138,11 @@ class Probes:
             )
         )
 
-    def seen(self, name: str) -> Observed:
+    def seen(self, name: RunName) -> Observed:
         """Return the run ``name``; an empty one if the run was not made or did not end in time."""
         return self.runs.get(name) or Observed()
 
-    def movement(self, name: str, round: int) -> float | None:
+    def movement(self, name: RunName, round: int) -> float | None:
         """Return how far along `direction` one changed client moves the model in a round."""
-        changed, held = self.seen(name).step(round), self.seen(QUIET).step(round)
+        changed, held = self.seen(name).step(round), self.seen(RunName.QUIET).step(round)
         return None if changed is None or held is None else changed.along - held.along

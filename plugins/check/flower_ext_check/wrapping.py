@@ -12,7 +12,7 @@ from typing import Any
 
 Wrapper = Callable[..., Any]
 """A function to call in place of another, which it gets as its first argument."""
-Seam = tuple[Any, str, Wrapper]
+Patch = tuple[Any, str, Wrapper]
 """A module or class, the name of a function in it, and the wrapper to call in its place."""
 
 

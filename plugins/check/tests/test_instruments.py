@@ -48,7 +48,7 @@ def calls(monkeypatch):
         return original(*arguments, **options)
 
     watch = Watch(app=None, seed=0, rounds=1, held=HeldRun(template={}, quiet=True))
-    for owner, name, _ in [*Instruments().seams(), *watch.seams()]:
+    for owner, name, _ in [*Instruments().patches(), *watch.patches()]:
         monkeypatch.setattr(owner, name, getattr(owner, name))
         key = f"{owner.__name__}.{name}"
         counts[key] = 0

@@ -155,7 +155,7 @@ class Pseudonyms:
 
     def of(self, values: Sequence[object]) -> bytes:
         """Return the pseudonym of a person; ``values`` are the person's values of `fields`."""
-        message = b"pseudonym"
+        message = b"pseudonym"  # never the message of a fingerprint, which the same key makes
         for part, value in zip(self.fields, values, strict=True):
             normalised = part.normalised(value).encode()
             # Lengths keep ("ab", "c") and ("a", "bc") apart.
@@ -181,6 +181,7 @@ class Pseudonyms:
     def fingerprint(self) -> str:
         """Eight hexadecimal digits, equal in silos with the same key and fields of equal kinds."""
         kinds = ",".join(part.kind for part in self.fields)
+        # 32 bits suffice against mistakes. Without the key, they say nothing about pseudonyms.
         return hmac.digest(self.key, f"fingerprint {kinds}".encode(), "sha256")[:4].hex()
 
 
@@ -208,6 +209,7 @@ def read_link_key(path: Path) -> bytes:
 
 def bucket(pseudonym: bytes, num_buckets: int) -> int:
     """Return the bucket of a pseudonym, a number below ``num_buckets``."""
+    # The shares of two buckets differ by at most 2^-128, so people spread evenly.
     return int.from_bytes(pseudonym, "big") % num_buckets
 
 
@@ -224,7 +226,7 @@ def number_union(silos: Sequence[Collection[bytes]]) -> list[dict[bytes, int]]:
     secret random order, so a silo learns only N from its numbers.
     """
     union = sorted(set().union(*silos))
-    secrets.SystemRandom().shuffle(union)
+    secrets.SystemRandom().shuffle(union)  # a seeded order could be repeated, and so undone
     numbers = {pseudonym: number for number, pseudonym in enumerate(union)}
     return [{pseudonym: numbers[pseudonym] for pseudonym in silo} for silo in silos]
 
@@ -350,6 +352,6 @@ def _is_text(value: object) -> bool:
     """Return True for a value that is neither empty nor a number."""
     text = "" if value is None else str(value).strip()
     try:
-        return bool(text) and math.isnan(float(text) * 0)
+        return bool(text) and math.isnan(float(text) * 0)  # "inf" and "nan" are words, too
     except ValueError:
         return True

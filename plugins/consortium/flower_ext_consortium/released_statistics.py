@@ -21,7 +21,7 @@ from flower_ext.federation import FederatedStrategy, Method
 from flower_ext.privacy import AdversaryView, FullParticipation, SecureSum
 from flower_ext.privacy.mechanisms.noised_sum import NoisePlacement
 from flower_ext_audit.experiment import Experiment, World, projected
-from flower_ext_audit.mechanisms import release_plans
+from flower_ext_audit.mechanisms.plans import release_plans
 from flower_ext_consortium.statistics import (
     ClientStatistics,
     UserStatistics,

@@ -44,6 +44,7 @@ def statement(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> dict[s
         for place, entry in enumerate(entries)
         if entry["kind"] == WITHDRAWN and entry["number"] in numbers
     ]
+    # Until the last of the person's numbers is withdrawn, rounds may use records under it.
     before = entries[: max(ends)]
     if unit is PrivacyUnit.USER:
         memory = "silos keep no model of a single user"
@@ -95,6 +96,8 @@ def _line(run: RunCharges, size: int, *, is_protected: bool) -> dict[str, Any]:
     if not is_protected:
         return {**of_run, "claim": f"{_NOTHING}: its guarantee is for one {run.unit.value}"}
     part = run.against(_MODELS)
+    # A run that repeated rounds has an (ε, δ) for each stretch of rounds without repetition. Their
+    # δ's add up, and ``last`` has the δ of one stretch.
     delta = last["delta"] + sum(spend.delta for spend in part.spends[1:])
     loss = _loss_of_group([part], size, delta)
     return {
@@ -127,6 +130,7 @@ def _loss_of_group(parts: Sequence[Any], size: int, delta: float) -> PrivacyLoss
     elif spends or any(release.approximation_error for release in releases):
         return None
     elif all(release.sampling.sampling_rate == 1 for release in releases):
+        # k numbers move each sum up to k times as far as one number, as if the noise were σ / k.
         loss = privacy_loss_of(
             {
                 replace(release, noise_multiplier=release.noise_multiplier / size): count
@@ -134,6 +138,8 @@ def _loss_of_group(parts: Sequence[Any], size: int, delta: float) -> PrivacyLoss
             },
             delta=delta,
         )
+    # A sampled group needs the mixture over how many of its members are drawn, which `group_loss`
+    # computes for rounds that are all alike.
     elif len(releases) == 1 and (release := next(iter(releases))).poisson_rate < 1:
         rounds = DpSgd(
             noise_multiplier=release.noise_multiplier,
@@ -180,6 +186,7 @@ def verify(content: Mapping[str, Any], public_key: str) -> None:
 def signing_key(path: Path) -> Ed25519PrivateKey:
     """Return the study's signing key from a file; write a new key if the file does not exist."""
     if not path.exists():
+        # `write_whole` makes a file that no other user can read, even while it is being written.
         write_whole(path, Ed25519PrivateKey.generate().private_bytes_raw().hex().encode() + b"\n")
     if path.stat().st_mode & 0o077:
         raise InvalidValue(
@@ -195,4 +202,5 @@ def signing_key(path: Path) -> Ed25519PrivateKey:
 
 
 def _bytes(content: Mapping[str, Any]) -> bytes:
+    # Sorted and in ASCII: the bytes do not depend on how a file orders or encodes the same content.
     return json.dumps(dict(content), sort_keys=True, ensure_ascii=True).encode()

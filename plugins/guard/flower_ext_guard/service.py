@@ -133,10 +133,10 @@ class Guard:
             if not request.message.has_content():
                 raise Refused("this site answers only messages with content")
             sites = self.policy.noised_by(rule)
-            body, new = self._content(request, rule, answer)
+            body, charge_due = self._content(request, rule, answer)
             line = rule.release
         except Refused as error:
-            body, new, line = refusal(error), None, f"refused, {error}"
+            body, charge_due, line = refusal(error), None, f"refused, {error}"
         if answer.has_run and self.policy.reply_after is not None:
             # A message of a sum may be refused after the app has run, so refusals wait as well.
             time.sleep(max(0.0, started + self.policy.reply_after - time.monotonic()))
@@ -144,7 +144,7 @@ class Guard:
         self.tell(f"run {request.run.run_id}: {line}")
         return Pending(
             token=token,
-            charge=None if new is None else new.to_dict(),
+            charge=None if charge_due is None else charge_due.to_dict(),
             sites=sites,
             refusal=reply_bytes(request, refusal(_SPENT)),
             message=message,
@@ -155,23 +155,23 @@ class Guard:
         self, request: RuntimeRequest, rule: MessagePolicy, answer: _AppAnswer
     ) -> tuple[RecordDict, Charge | None]:
         """Return the reply's content and its charge, which is None if the content uses no data."""
-        content, new = RecordDict(), None
+        content, charge_due = RecordDict(), None
         if rule.release == CONTRIBUTION:
             # Its imports take seconds, and most guards need none of them.
             from flower_ext_guard.sum_member import answer_in_sum, asks_for_contribution
 
             if asks_for_contribution(request.message):
-                new = self._affordable_charge(request, rule)
+                charge_due = self._affordable_charge(request, rule)
             content = answer_in_sum(request, self.policy, rule, answer.to)
         elif rule.release == UPDATE:
             name, record = only_arrays(request.message.content) or ("", None)
             arrays = requested_arrays(record, rule)
-            new = self._affordable_charge(request, rule)
+            charge_due = self._affordable_charge(request, rule)
             leaving = released(arrays, answer.to(request.message), rule, SecureNoise())
             content = RecordDict({name: to_record(leaving)})
         if rule.constants:
             content[METRICS] = MetricRecord(dict(rule.constants))
-        return content, new
+        return content, charge_due
 
     def _affordable_charge(self, request: RuntimeRequest, rule: MessagePolicy) -> Charge:
         """Return the charge of the next reply; refuse the message if the budget is too small.
@@ -188,7 +188,7 @@ class Guard:
             for entry in entries_of(self.policy.ledger)
         )
         loss = privacy_loss_of({spend: number}, delta=self.policy.budget.delta)
-        new = Charge(
+        charge_due = Charge(
             run=run,
             method="flower-ext guard",
             training=number,
@@ -200,11 +200,11 @@ class Guard:
             release=spend,
         )
         try:
-            check_affordable(self.policy.ledger, new, self.policy.budget)
+            check_affordable(self.policy.ledger, charge_due, self.policy.budget)
         except BudgetExhausted as error:
             self.tell(str(error))
             raise Refused(_SPENT) from None
-        return new
+        return charge_due
 
     def _deliver(self) -> None:
         """Charge and send the reply that is ready; drop it if the SuperNode no longer waits."""
@@ -216,9 +216,9 @@ class Guard:
             message = pending.message
             if pending.charge is not None:
                 try:
-                    new = Charge.from_dict(pending.charge)
-                    new = replace(new, claims=_claims(new, pending.sites))
-                    charge(self.policy.ledger, new, self.policy.budget)
+                    charge_due = Charge.from_dict(pending.charge)
+                    charge_due = replace(charge_due, claims=_claims(charge_due, pending.sites))
+                    charge(self.policy.ledger, charge_due, self.policy.budget)
                 except BudgetExhausted as error:  # another node of the site was charged meanwhile
                     self.tell(str(error))
                     message = pending.refusal
@@ -259,34 +259,34 @@ class _AppAnswer:
         return None if arrays is None else arrays[1]
 
 
-def _claims(new: Charge, sites: int) -> list[Guarantee]:
-    """Return a run's guarantees after its latest charge ``new``, one for each adversary view."""
-    assert new.release is not None
-    share = new.release.noise_multiplier / math.sqrt(sites or 1)
-    alone = replace(new.release, noise_multiplier=share)
-    loss = privacy_loss_of({alone: new.training}, delta=new.delta)
+def _claims(latest: Charge, sites: int) -> list[Guarantee]:
+    """Return a run's guarantees after its latest charge ``latest``, one for each adversary view."""
+    assert latest.release is not None
+    share = latest.release.noise_multiplier / math.sqrt(sites or 1)
+    alone = replace(latest.release, noise_multiplier=share)
+    loss = privacy_loss_of({alone: latest.training}, delta=latest.delta)
     claim = Guarantee(
-        unit=new.unit,
-        relation=new.relation,
+        unit=latest.unit,
+        relation=latest.relation,
         view=AdversaryView.EACH_UPLOAD,
         epsilon=loss.epsilon,
         delta=loss.delta,
         basis="provable",
         accountant="exact Gaussian composition",
         source="the guard bounds and noises each reply",
-        releases=((alone, new.training),),
+        releases=((alone, latest.training),),
     )
     if not sites:
         return [claim]
     in_sums = replace(
         claim,
         view=AdversaryView.SUM_ONLY,
-        epsilon=new.epsilon,
+        epsilon=latest.epsilon,
         source="the guard bounds, noises and masks each reply",
         assumptions=(
             f"at least {sites} sites of every sum that becomes known, this one included, add the "
             "noise that this policy demands, and collude with nobody",
         ),
-        releases=((new.release, new.training),),
+        releases=((latest.release, latest.training),),
     )
     return [claim, in_sums]

@@ -45,9 +45,8 @@ def _fetch_line(context: Any, values: Any, place: Any) -> Any:
         number = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [where.type, number, number, number])
         function = builder.module.declare_intrinsic("llvm.prefetch", [where.type], kind)
-        builder.call(
-            function, [where, number(0), number(2), number(1)]
-        )  # data, to be read, into L2
+        # Data, to be read, into L2.
+        builder.call(function, [where, number(0), number(2), number(1)])
         return context.get_dummy_value()
 
     return types.void(values, types.intp), generate

@@ -205,27 +205,8 @@ def convergence_bound(
     short_enough = Condition(
         f"η_L ≤ 2/(m + ℓ) (η_L = {eta_L:.4g}, bound {longest_step:.4g})", eta_L <= longest_step
     )
-    if basis == "published":
-        G0, M = problem.gradient_bound, problem.model_spread
-        for name, value in (("gradient_bound", G0), ("model_spread", M)):
-            if math.isinf(value):
-                raise InvalidValue(
-                    f"{name}={value!r}: expected a finite number, because the published bound "
-                    "needs it; if you do not know it, set basis='provable'"
-                )
-        G = ((1 - weight / 2) * G0 + weight * (G0 / mu + M)) ** 2  # bounds a squared gradient
-        rate = 1 - eta_L * curvature + eta_L
-        residual = (1 + weight**2) * eta_L**2 * G
-        coupling = (4 * eta_L**2 * weight**2 + 2 * eta_L * weight**2) / mu
-        least = (2 - 2 * weight) / (2 - weight) if weight < 2 else -math.inf
-        conditions: tuple[Condition, ...] = (
-            Condition(f"μ > (2 − 2λ)/(2 − λ) (μ = {mu:.4g}, bound {least:.4g})", mu > least),
-            short_enough,
-        )
-    else:
-        rate, residual = 1 - eta_L * curvature, 0.0
-        coupling = 2 * eta_L * weight**2 / (mu * curvature)
-        conditions = (short_enough,)
+    recursion = _published if basis == "published" else _provable
+    rate, residual, coupling, conditions = recursion(problem, weight, curvature)
     return ConvergenceBound(
         personal_rate=rate,
         global_rate=max(0.0, 1 - 2 * mu * eta_G + mu * L * eta_G**2),  # rounding may go below 0
@@ -234,8 +215,38 @@ def convergence_bound(
         noise=problem.dimension * L * variance_per_round / (2 * problem.num_clients),
         initial_gap=problem.initial_gap,
         initial_distance=problem.initial_distance,
-        conditions=conditions,
+        conditions=(*conditions, short_enough),
     )
+
+
+_Recursion = tuple[float, float, float, tuple[Condition, ...]]
+"""Rate, residual and coupling of the personal model's recursion, and conditions on the problem."""
+
+
+def _published(problem: DittoProblem, weight: float, curvature: float) -> _Recursion:
+    """Return the recursion of Lemma 1 as published."""
+    mu, eta_L = problem.strong_convexity, problem.personal_learning_rate
+    G0, M = problem.gradient_bound, problem.model_spread
+    for name, value in (("gradient_bound", G0), ("model_spread", M)):
+        if math.isinf(value):
+            raise InvalidValue(
+                f"{name}={value!r}: expected a finite number, because the published bound "
+                "needs it; if you do not know it, set basis='provable'"
+            )
+    G = ((1 - weight / 2) * G0 + weight * (G0 / mu + M)) ** 2  # bounds a squared gradient
+    rate = 1 - eta_L * curvature + eta_L
+    residual = (1 + weight**2) * eta_L**2 * G
+    coupling = (4 * eta_L**2 * weight**2 + 2 * eta_L * weight**2) / mu
+    least = (2 - 2 * weight) / (2 - weight) if weight < 2 else -math.inf
+    convex_enough = Condition(f"μ > (2 − 2λ)/(2 − λ) (μ = {mu:.4g}, bound {least:.4g})", mu > least)
+    return rate, residual, coupling, (convex_enough,)
+
+
+def _provable(problem: DittoProblem, weight: float, curvature: float) -> _Recursion:
+    """Return the recursion that this module proves."""
+    mu, eta_L = problem.strong_convexity, problem.personal_learning_rate
+    coupling = 2 * eta_L * weight**2 / (mu * curvature)
+    return 1 - eta_L * curvature, 0.0, coupling, ()
 
 
 def _crossed(a: float, b: float, T: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -99,9 +99,8 @@ def test_each_client_has_its_own_partition_state_and_error():
         assert own["num-partitions"] == CLIENTS
         assert own["seen"] == 1 + (client in clients[:5])
         assert reply.metadata.group_id == "5"
-    (again,) = grid.send_and_receive(
-        ask(grid, [clients[3]])
-    )  # its effects before it failed are undone
+    # The client's effects before it failed are undone.
+    (again,) = grid.send_and_receive(ask(grid, [clients[3]]))
     assert again.content.config_records["own"]["seen"] == 2
 
 

@@ -56,9 +56,8 @@ def test_units_that_are_not_the_uploaders_take_part_in_each_upload():
 def test_where_it_is_not_known_who_is_who_everybody_counts_as_the_most_exposed():
     """Each weight separately: the unit in most uploads need not be the one in the worst sum."""
     seen = Participations()
-    seen.record(
-        [0, 1, 2], answered=1
-    )  # 0 and 2: one round, whose sum lacks two thirds of the noise
+    # 0 and 2: one round, whose sum lacks two thirds of the noise.
+    seen.record([0, 1, 2], answered=1)
     for _ in range(2):
         seen.record([1], answered=1)
     seen.record([3, 4], answered=0, requests=9)

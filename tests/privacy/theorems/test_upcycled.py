@@ -545,9 +545,8 @@ def test_output_perturbation_is_guaranteed_as_published_and_as_provable():
     for client, (_, epsilon) in by_client.items():
         distance = min(2 * 1.5, 2 * 1.0 / (SIZES[client] * 0.1))
         facts = (distance, 0.2, UPLOADS[client])
-        assert delta_of_gaussians(*facts, epsilon) <= 1e-3 * (
-            1 + 1e-12
-        )  # never below the correct ε
+        # The ε is never below the correct one.
+        assert delta_of_gaussians(*facts, epsilon) <= 1e-3 * (1 + 1e-12)
         assert delta_of_gaussians(*facts, epsilon * 0.999) > 1e-3  # and not above it
     assert provable.epsilon == max(both[1] for both in by_client.values())
     assert spread(both[1] for both in by_client.values()) in provable.source

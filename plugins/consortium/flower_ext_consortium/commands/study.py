@@ -189,6 +189,7 @@ def _link(plan: Study, command: click.Context) -> None:
     output = Path(command.params["output"])
     sources = [Path(path) for name in ("table", "key", "numbers") if (path := command.params[name])]
     newest = max(path.stat().st_mtime for path in (plan.path, *sources) if path.exists())
+    # At equal times, a source may have changed after the output was written.
     if output.exists() and output.stat().st_mtime > newest:
         say(f"{output}: kept")
         return

@@ -55,6 +55,7 @@ def withdraw(
         raise InvalidValue("withdraw: expected --ledger, and either --user or --client")
     unit = PrivacyUnit.USER if user else PrivacyUnit.CLIENT
     numbers = user or [client if client is not None else 0]
+    # A wrong key must fail before the account records the withdrawal.
     signing = withdrawal_statement.signing_key(key or ledger.with_name(ledger.name + ".key"))
     withdrawal.withdraw(ledger, unit, numbers)
     statement = withdrawal_statement.statement(ledger, unit, numbers)

@@ -124,6 +124,7 @@ class Bins:
 
     def of(self, values: NDArray[np.float64]) -> NDArray[np.int64]:
         """Return each value's bin, as its position in `names`."""
+        # `searchsorted` puts ``upper``, larger values and NaN into one bin after the last.
         bins = np.searchsorted(self.edges, values, side="right") - 1
         bins = np.where(values == self.upper, self.count - 1, bins)
         bins = np.where(values < self.lower, self.count, bins)
@@ -194,6 +195,7 @@ class SurvivalCurve(Statistic):
         """
         times, events = columns[self.times.column], columns[self.event]
         intervals = self.times.of(times)
+        # Cells: events by interval, then censorings by interval, then times after the last one.
         cells = np.where(events == 1, intervals, intervals + self.times.count)
         cells = np.where(intervals == self.times.count + 1, 2 * self.times.count, cells)
         is_known = (intervals < self.times.count) | (intervals == self.times.count + 1)
@@ -209,6 +211,8 @@ class SurvivalCurve(Statistic):
         """
         count = self.times.count
         events, leaving = totals[:, :count], totals[:, :count] + totals[:, count:-1]
+        # Those who leave in an interval or later: a sum from the end, whose first term, the times
+        # after the last interval, is no interval itself.
         at_risk = np.cumsum(np.column_stack([leaving, totals[:, -1]])[:, ::-1], axis=1)[:, :0:-1]
         return np.asarray(np.cumprod(1 - _ratio(events, at_risk), axis=1), dtype=np.float64)
 

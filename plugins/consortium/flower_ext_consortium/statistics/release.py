@@ -216,5 +216,6 @@ def estimates(
     """
     mean, mechanism = np.asarray(model[RELEASED]), method.mechanism(plan)
     units = mechanism.sampling.population
+    # The released model is a mean over all units. The sum has ``units`` times its value and noise.
     stddev = units * method.mean_noise(mechanism)
     return joint.estimates(units * mean.astype(np.float64), stddev, rng)

@@ -100,6 +100,7 @@ def _shown(estimate: Estimate) -> tuple[str, str, str]:
     if math.isnan(estimate.value):
         return "too much noise", "–", "–"
     error = estimate.standard_error
+    # Two digits of the error: further digits would show noise only.
     digits = max(0, 1 - math.floor(math.log10(error))) if error > 0 else 3
     value, low, high = (
         f"{number:,.{digits}f}" for number in (estimate.value, estimate.lower, estimate.upper)

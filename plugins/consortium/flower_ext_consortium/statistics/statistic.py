@@ -106,6 +106,7 @@ class Statistic(ABC):
         values = self.estimate(total[np.newaxis])[0]
         moved_totals = total + stddev * rng.standard_normal((DRAWS, self.size))
         moved = self.estimate(moved_totals)
+        # If noise can make an estimate undefined, its denominator may be 0, and no error bounds it.
         is_lost = np.isnan(values) | np.isnan(moved).any(axis=0)
         moved[:, is_lost] = 0.0
         values = np.where(is_lost, np.nan, values)
