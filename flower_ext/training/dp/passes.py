@@ -189,15 +189,15 @@ class Passes:
 
         Refuse the model if `why_not_one_by_one` returns a reason.
         """
-        kind = kind_of(self.task, features, targets, self.params)
+        training_kind = kind_of(self.task, features, targets, self.params)
         threads = torch.get_num_threads()
-        way, self.decides_tests = _tried(kind, tuple(self.names), self.batch_size, threads)
+        way, self.decides_tests = _tried(training_kind, tuple(self.names), self.batch_size, threads)
         return way
 
 
 @lru_cache(maxsize=64)
 def _tried(
-    kind: TrainingKind, names: tuple[str, ...], batch_size: float, threads: int
+    training_kind: TrainingKind, names: tuple[str, ...], batch_size: float, threads: int
 ) -> tuple[Way, bool]:
     """Return the fastest way that trials allow, and `Passes.decides_tests`.
 
@@ -206,14 +206,14 @@ def _tried(
     decide which operations the model runs (`watched`). Trials also exclude one pass, and then vmap,
     if bits of an example's gradient depend on the example's place or on other examples.
     """
-    if reason := why_not_one_by_one(kind, names):
+    if reason := why_not_one_by_one(training_kind, names):
         raise InvalidValue.tellable(reason)
-    passes = Passes(kind.task, [*names], batch_size)
-    trial = BatchInvarianceTrial(kind, passes.model, passes.params, passes.names)
+    passes = Passes(training_kind.task, [*names], batch_size)
+    trial = BatchInvarianceTrial(training_kind, passes.model, passes.params, passes.names)
     way, width = Way.IN_ONE_PASS, passes.width(Way.IN_ONE_PASS)
     if reason := (
         next((_UNKNOWN.format(n) for n, m in passes.layers.items() if not is_known(m)), None)
-        or _why_not(passes.prepare, kind.features, width)
+        or _why_not(passes.prepare, training_kind.features, width)
         or _why_not(trial.why_gradients_differ, passes.in_one_pass, width)
         or _why_not(trial.why_bits_differ, passes.in_one_pass, width)
     ):

@@ -19,7 +19,7 @@ from flower_ext.training import (
     train_groups,
 )
 from flower_ext.training.models import build, dropout
-from flower_ext.training.models.dropout import draw
+from flower_ext.training.models.dropout import draw_bits
 from flower_ext.training.params import sizes
 from flower_ext_kernels import native, network
 from tests.support.grids import grid
@@ -370,9 +370,9 @@ def test_as_much_is_drawn_as_dropout_needs(way, size, monkeypatch):
 
     def counted(count, generator):
         drawn.append(count)
-        return draw(count, generator)
+        return draw_bits(count, generator)
 
-    monkeypatch.setattr(dropout, "draw", counted)
+    monkeypatch.setattr(dropout, "draw_bits", counted)
     one_by_one(task(normed_between), [job])
     (again,) = jobs(normed_between, WAYS[way], [size])
     assert network_of(normed_between, 64)._draws(again) == sum(drawn)

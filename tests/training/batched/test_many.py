@@ -25,7 +25,7 @@ from flower_ext.training import (
 )
 from flower_ext.training.batched.many import attempt_groups, train_groups
 from flower_ext.training.batched.mapped import MappedModel
-from flower_ext.training.batched.stack import together
+from flower_ext.training.batched.stack import jobs_that_fit
 from tests.support.grids import grid
 from tests.support.jobs import (
     ALIKE,
@@ -238,11 +238,11 @@ def test_chunks_respect_the_memory_limit_and_change_nothing(batched):
     jobs = jobs_of(Dense, [SGD], [16] * 12)
     numbers = sum(p.numel() for p in jobs[0].params.values())
     enough_for_three = 3 * (4 * (8 * numbers + 16 * 4 + 3 * 8 * (5 + 5 + 3 + 3 + 4)))
-    assert together(problem(), jobs[0], enough_for_three) == 3
+    assert jobs_that_fit(problem(), jobs[0], enough_for_three) == 3
     ours = train_many(problem(), jobs, memory_limit=enough_for_three)
     assert batched == [3, 3, 3, 3]
     same(ours, one_by_one(problem(), jobs_of(Dense, [SGD], [16] * 12)))
-    assert together(problem(), jobs[0], 1) == 1
+    assert jobs_that_fit(problem(), jobs[0], 1) == 1
 
 
 def test_a_single_long_training_does_not_hold_up_a_batch(batched, monkeypatch):

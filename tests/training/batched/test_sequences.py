@@ -9,7 +9,7 @@ from torch import nn
 
 from flower_ext.data import Examples
 from flower_ext.training import ClippedGradient, Job
-from flower_ext.training.batched.stack import together
+from flower_ext.training.batched.stack import jobs_that_fit
 from tests.support.grids import grid
 from tests.support.jobs import ALIKE, SGD, UNEVEN, one_by_one, problem, same, train_many, why_apart
 from tests.support.reference.clipped_gradient import by_loop
@@ -77,5 +77,5 @@ def test_long_sequences_take_more_memory():
         training=short.training,
         generator=short.generator,
     )
-    few, many = together(task, long, 2**24), together(task, short, 2**24)
+    few, many = jobs_that_fit(task, long, 2**24), jobs_that_fit(task, short, 2**24)
     assert many / 60 < few < many / 10
