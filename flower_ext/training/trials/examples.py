@@ -46,7 +46,7 @@ from flower_ext.training.trials.made_up_examples import (
     unlike_examples,
     with_odd_rows,
 )
-from flower_ext.training.trials.snapshots import find_memory
+from flower_ext.training.trials.snapshots import Observed, find_carried_change
 
 _KEEPS = (
     "{place} changes while an example passes the model or its loss: expected no change, because "
@@ -95,14 +95,15 @@ def why_not_one_by_one(training_kind: TrainingKind, names: Sequence[str]) -> str
         unlike = unlike_examples(features, targets, model, integers=on_cpu)
         examples = [trees.to(example, device) for example in (*usual, *trees.each(unlike))]
 
-        def begin(task: Task = on_device) -> tuple[Mapping[str, Any], Callable[..., Params]]:
+        def begin(task: Task = on_device) -> Observed:
             model = _random_model(task, names)
-            return {"model": model, "loss": task.loss}, partial(_gradient, task, model, names)
+            roots = {"model": model, "loss": task.loss}
+            return Observed(roots, partial(_gradient, task, model, names))
 
         order = range(len(examples))
         # Some kernels of accelerators round differently each time.
         with deterministic_kernels(device, strict=False):
-            place, gradients = find_memory(begin, examples, (order, order[::-1]), device)
+            place, gradients = find_carried_change(begin, examples, (order, order[::-1]), device)
         if place is not None:
             return _KEEPS.format(place=place)
         if device == training_kind.device:

@@ -12,10 +12,9 @@ the other jobs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -33,7 +32,12 @@ from flower_ext.training.trials.made_up_examples import (
     unlike_examples,
     with_odd_rows,
 )
-from flower_ext.training.trials.snapshots import changed_places, find_memory, snapshot
+from flower_ext.training.trials.snapshots import (
+    Observed,
+    changed_places,
+    find_carried_change,
+    snapshot,
+)
 
 Train = Callable[[Task, Job], Params]
 """`local.train`, which trains one job."""
@@ -91,12 +95,10 @@ def _shared_place(training_kind: TrainingKind, train: Train) -> str | None:
             )
             return train(task, job)
 
-        def begin() -> tuple[Mapping[str, Any], Callable[..., Params]]:
-            return {"model": bystander, "loss": task.loss}, short_training
-
+        observed = Observed({"model": bystander, "loss": task.loss}, short_training)
         inputs = [usual, other, *trees.split(unlike, 1)]
-        # The usual examples train once more at the end.
-        return find_memory(begin, inputs, [(*range(len(inputs)), 0)], training_kind.device)[0]
+        order = (*range(len(inputs)), 0)  # the usual examples train once more at the end
+        return find_carried_change(lambda: observed, inputs, [order], training_kind.device)[0]
 
 
 def random_job(training_kind: TrainingKind, count: int) -> Job:
@@ -175,7 +177,8 @@ def why_bits_differ(
     job must always end with the same model. A reason is certain. None is only evidence, for this
     processor.
     """
-    half = count // 2
+    half, most = count // 2, 2 * training.batch_size - 1
+    # Smaller selections train in smaller stacks, and put each job at another place of its stack.
     selections = (
         range(half, count),
         range(0, count, 2),
@@ -186,26 +189,17 @@ def why_bits_differ(
         [count - 6],
     )
 
-    def job(number: int, value: float | None) -> Job:
-        """Return a job of 1 or 2 steps. All its features are ``value``; None means random ones."""
-        made = random_job(training_kind, 1 + number * (2 * training.batch_size - 1) // (count - 1))
-        features, targets = made.examples.features, made.examples.targets
-        if value is not None:
-            features = with_odd_rows(features, slice(None), value)
-        return replace(
-            made,
-            params=shaken(made.params, made.generator),
-            examples=Examples(features, targets),
-            training=training,
-            terms=[Proximal(weight=0.1, anchor=made.params)] * terms,
-        )
-
     def models(
         numbers: Sequence[int], values: Sequence[float | None] = (None,)
     ) -> dict[int, Params]:
         """Train jobs together, job k with features ``values[k % len(values)]``; return models."""
         order = sorted(numbers, reverse=True)  # the longest job first
-        jobs = [job(number, values[number % len(values)]) for number in order]
+        # From 1 example up to two mini-batches, so that some jobs end a step before the others.
+        made = (random_job(training_kind, 1 + number * most // (count - 1)) for number in order)
+        jobs = [
+            _with_settings(job, training, values[number % len(values)], terms=terms)
+            for number, job in zip(order, made, strict=True)
+        ]
         rows = train_together(jobs, _every_name)
         return {k: {n: w[row] for n, w in rows.items()} for row, k in enumerate(order)}
 
@@ -220,6 +214,20 @@ def why_bits_differ(
                     beside = "have unusual features" if selection is beside_odd else "are others"
                     return f"bits of {name} change if the other jobs that train together {beside}"
     return None
+
+
+def _with_settings(job: Job, training: LocalTraining, value: float | None, *, terms: bool) -> Job:
+    """Return the job with other settings, and with all features ``value``; None leaves them."""
+    features, targets = job.examples.features, job.examples.targets
+    if value is not None:
+        features = with_odd_rows(features, slice(None), value)
+    return replace(
+        job,
+        params=shaken(job.params, job.generator),
+        examples=Examples(features, targets),
+        training=training,
+        terms=[Proximal(weight=0.1, anchor=job.params)] * terms,
+    )
 
 
 def _every_name(name: str) -> bool:
