@@ -152,15 +152,15 @@ def no_one_by_one(solve, jobs):
 def errors_of_one_are_errors_of_all(patch):
     """In ULDP-AVG and -SGD a record stands for its user, elsewhere for itself."""
     patch.setattr(silo_training, "attempt_groups", no_one_by_one)
-    pass_alone = ClippedGradient._pass_alone
+    which_pass = ClippedGradient._which_pass
 
     def unguarded(self, *records):
-        passes = pass_alone(self, *records)
+        passes = which_pass(self, *records)
         if not all(passes):
             raise IndexError("the record's label is out of range")
         return passes
 
-    patch.setattr(ClippedGradient, "_pass_alone", unguarded)
+    patch.setattr(ClippedGradient, "_which_pass", unguarded)
 
 
 @pytest.mark.parametrize("method", grid(METHODS, "uldp-avg".__eq__))
