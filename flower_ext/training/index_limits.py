@@ -81,6 +81,7 @@ class IndexLimits:
         higher = [value for value in values if value > self._highest[name]]
         taken = len(higher)
         if higher and not self._takes(name, higher[-1]):
+            # All numbers up to some limit are accepted, so bisection finds it in few passes.
             taken = bisect_left(higher, True, key=lambda value: not self._takes(name, value))
         if taken:
             self._highest[name] = higher[taken - 1]

@@ -240,6 +240,7 @@ def batch_rows(
         if len(parts) > 1 and len(parts[-1]) < fewest:
             both = torch.cat(parts[-2:])
             half = len(both) // 2
+            # Of three rows, each of the two mini-batches gets two, so they share a row.
             parts[-2:] = both[: len(both) - half], both[-max(half, fewest) :]
         yield from parts[:left]
         left -= len(parts)

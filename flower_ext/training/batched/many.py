@@ -104,7 +104,7 @@ def attempt_groups(
                 yield left, error
             else:
                 half = len(left) // 2
-                parts += [left[half:], left[:half]]
+                parts += [left[half:], left[:half]]  # the first half runs next
 
 
 def train_each(

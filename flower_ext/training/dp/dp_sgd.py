@@ -205,12 +205,7 @@ class ClippedGradient:
     """
 
     def __init__(
-        self,
-        task: Task,
-        names: list[str],
-        *,
-        clipping_norm: float,
-        batch_size: float = MOST_STORED,
+        self, task: Task, names: list[str], *, clipping_norm: float, batch_size: float = MOST_STORED
     ) -> None:
         if task.compares_examples:
             raise InvalidValue(
