@@ -213,7 +213,7 @@ def test_both_ends_of_the_global_weight_equal_the_plain_loop(weight):
         close(flat(kept[client]), memory[client]["v"])
 
 
-def test_at_weight_2_all_personal_models_are_one_and_at_0_no_noise_reaches_them():
+def test_weight_2_makes_personal_models_equal_and_weight_0_keeps_noise_out():
     _, kept = ditto(2.0)
     for client in range(1, CLIENTS):
         close(flat(kept[client]), flat(kept[0]))

@@ -139,7 +139,7 @@ def with_a_record_that_raises(method):
 
 
 @pytest.mark.parametrize("method", grid(METHODS, "uldp-avg".__eq__))
-def test_a_record_that_raises_moves_no_more_than_its_own_part(method):
+def test_a_record_that_raises_moves_no_more_than_its_part(method):
     experiment = with_a_record_that_raises(method)
     outcome = audit(experiment, trials=FEW, confidence=CONFIDENCE)
     assert not outcome.broken, outcome.to_dict()

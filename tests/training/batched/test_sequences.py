@@ -56,7 +56,7 @@ def test_models_of_sequences_train_together_as_by_themselves(batched, kind, size
 
 @pytest.mark.parametrize("clipping_norm", grid([0.1, 1e6], lambda norm: norm < 1))
 @pytest.mark.parametrize("kind", grid(RECURRENT, {nn.LSTM, DPLSTM}.__contains__))
-def test_each_record_of_sequences_has_a_gradient_of_its_own_to_clip(kind, clipping_norm):
+def test_each_record_of_sequences_has_a_separate_gradient_to_clip(kind, clipping_norm):
     task = problem(partial(Sentences, kind))
     (job,) = jobs(task, [9])
     names = list(job.params)
