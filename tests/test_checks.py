@@ -136,7 +136,7 @@ def test_a_literal_accepts_its_words_and_an_unknown_type_everything():
         Words(colour="blue", other=None)
 
 
-def test_the_type_of_each_checked_field_is_known_when_the_field_is_checked():
+def test_each_checked_fields_type_is_known_when_it_is_checked():
     """`Checked` reads no rule of a type that a module imports for type checkers alone."""
     unknown, kinds = [], {*_descendants(checks.Checked)}
     for kind in (kind for kind in kinds if kind.__module__.startswith("flower_ext")):

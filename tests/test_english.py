@@ -1,4 +1,4 @@
-"""Docstrings begin with a verb or a plain noun phrase."""
+"""Docstrings begin with a verb or a plain noun phrase, and names of tests are plain English."""
 
 import ast
 import re
@@ -10,6 +10,8 @@ import pytest
 from tests.support.same_code import is_docstring
 
 ROOT = Path(__file__).parents[1]
+MOST_WORDS = 12
+OLD_WORDS = re.compile(r"_(told|goes_on|who|own|nor|speaks_of|company|all_the_same)(_|$)")
 RIDDLE = re.compile(r"\s*(What|How|Whether|Who|Whose|That of|Those of)\b")
 
 
@@ -25,6 +27,19 @@ def docstrings(source: str) -> Iterator[str]:
 def openings(source: str) -> list[str]:
     """Return the first lines of the docstrings that begin as a riddle does."""
     return [text.splitlines()[0] for text in docstrings(source) if RIDDLE.match(text)]
+
+
+def names_to_change(source: str) -> list[str]:
+    """Return the names of tests with an old word, or with too many words."""
+    functions = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
+    names = [function.name for function in functions if function.name.startswith("test_")]
+    return [name for name in names if OLD_WORDS.search(name) or name.count("_") > MOST_WORDS]
+
+
+def modules_of_tests() -> list[Path]:
+    """Return the modules of tests of the package and its plug-ins."""
+    folders = (ROOT / "tests", *(ROOT / "plugins").glob("*/tests"))
+    return sorted(path for folder in folders for path in folder.rglob("test_*.py"))
 
 
 def modules() -> list[Path]:
@@ -43,3 +58,15 @@ def test_an_opening_that_makes_the_reader_guess_is_found(word):
 def test_no_docstring_begins_with_a_question_word():
     found = {path: openings(path.read_text(encoding="utf-8")) for path in modules()}
     assert {path.as_posix(): lines for path, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    "name", ["a_client_is_told", "who_answers_counts", "its_own", "_".join("abcdefghijklm")]
+)
+def test_an_old_word_or_a_long_name_is_found(name):
+    assert names_to_change(f"def test_{name}():\n    pass\n") == [f"test_{name}"]
+
+
+def test_each_test_states_its_property_in_few_plain_words():
+    found = {path: names_to_change(path.read_text(encoding="utf-8")) for path in modules_of_tests()}
+    assert {path.as_posix(): names for path, names in found.items() if names} == {}

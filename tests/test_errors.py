@@ -9,7 +9,7 @@ from flower_ext.errors import FlowerExtError, InvalidValue
 PACKAGE = Path(flower_ext.__file__).parent
 
 
-def test_refused_values_are_value_errors_for_those_who_catch_them():
+def test_refused_values_can_be_caught_as_value_errors():
     assert issubclass(InvalidValue, ValueError)
     assert issubclass(InvalidValue, FlowerExtError)
 

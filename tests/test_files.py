@@ -64,7 +64,7 @@ def _write(path, content, times, begin, errors):
         errors.put(str(error))
 
 
-def test_writers_of_one_file_leave_the_content_of_one_of_them_and_no_draft(tmp_path):
+def test_concurrent_writers_leave_one_writers_content_and_no_draft(tmp_path):
     processes = multiprocessing.get_context("fork")
     begin, errors = processes.Barrier(3), processes.Queue()
     path, contents = tmp_path / "file", [bytes([65 + n]) * 50_000 for n in range(3)]

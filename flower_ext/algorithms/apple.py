@@ -53,8 +53,8 @@ from flower_ext.training import (
     gradient,
     job_batches,
     local_problem,
-    part,
     tagged,
+    untagged,
 )
 from flower_ext.training.params import flat_rows
 
@@ -63,7 +63,7 @@ CORE, PERSONAL, RELATION = "core", "personal", "relation"
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train the client's core model and its vector p_i by the gradient at the personal model."""
-    start = part(work.memory or {}, CORE) or work.received
+    start = untagged(work.memory or {}, CORE) or work.received
     solve = partial(train_mixture, work)
     core, relation, personal = yield work.train("local", start, solve=solve, returns_params=False)
     memory = {RELATION: relation, **tagged(CORE, core), **tagged(PERSONAL, personal)}
@@ -115,7 +115,7 @@ def train_mixture(work: ClientWork, job: Job) -> tuple[Params, Tensor, Params]:
 
 def local_model(work: ClientWork) -> Params:
     """Return the personal model as last trained, or the shared model before the first training."""
-    return part(work.memory or {}, PERSONAL) or work.received
+    return untagged(work.memory or {}, PERSONAL) or work.received
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,8 +41,8 @@ from flower_ext.training import (
     job_batches,
     local_problem,
     matches,
-    part,
     tagged,
+    untagged,
 )
 from flower_ext.training.params import require_modules
 
@@ -56,8 +56,8 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     A client that has no model from an earlier round trains the shared model instead.
     """
     start, memory = work.received, work.memory or {}
-    weights = part(memory, WEIGHTS)
-    if local := part(memory, MODEL):
+    weights = untagged(memory, WEIGHTS)
+    if local := untagged(memory, MODEL):
         phase = "weights" if weights else "first_weights"
         # Settings are numbers, so the name of a module travels in the name of a setting.
         modules = [n.removeprefix(ADAPTIVE) for n in work.settings if n.startswith(ADAPTIVE)]
@@ -101,7 +101,7 @@ def train_weights(work: ClientWork, start: Params, job: Job) -> Params:
 
 def local_model(work: ClientWork) -> Params:
     """Return the local model as last trained, or the shared model before the first training."""
-    return part(work.memory or {}, MODEL) or work.received
+    return untagged(work.memory or {}, MODEL) or work.received
 
 
 @dataclass(frozen=True, kw_only=True)

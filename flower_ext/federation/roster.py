@@ -147,18 +147,13 @@ class Roster:
         answers = _by_partition(reported, population, clients_per_node)
         needed = set(range(population)) - set(absent)
         # The node of a client that withdrew may have connected before a node that is needed.
-        while needed - set(answers) and len(nodes) < population:
-            try:
-                connected = wait_for_nodes(grid, population, least=len(nodes) + 1, timeout=timeout)
-            except FederationNotReady as reason:
-                log.warning("%s", reason)
-                break
-            late = [node for node in connected if node not in nodes]
+        late_nodes = _late_nodes(grid, nodes, population, timeout=timeout)
+        while needed - set(answers) and (late := next(late_nodes, [])):
             try:
                 more, error = _ask_identities(grid, late, kind, question, timeout=timeout)
             except FederationNotReady as reason:  # the nodes that are needed may still connect
                 more, error = {}, str(reason)
-            reported, nodes = {**reported, **more}, [*nodes, *late]
+            reported = {**reported, **more}
             answers = _by_partition(reported, population, clients_per_node)
         if missing := sorted(needed - set(answers)):
             raise FederationNotReady(
@@ -166,6 +161,21 @@ class Roster:
                 + (f": {error}" if error else "; start a SuperNode for each")
             )
         return cls(answers, known=True, foreign=foreign, protects=foreign)
+
+
+def _late_nodes(
+    grid: Grid, nodes: list[int], population: int, *, timeout: float
+) -> Iterator[list[int]]:
+    """Yield further nodes each time that some connect; end with ``population`` or a timeout."""
+    while len(nodes) < population:
+        try:
+            connected = wait_for_nodes(grid, population, least=len(nodes) + 1, timeout=timeout)
+        except FederationNotReady as reason:
+            log.warning("%s", reason)
+            return
+        late = [node for node in connected if node not in nodes]
+        nodes = [*nodes, *late]
+        yield late
 
 
 def _ask_identities(

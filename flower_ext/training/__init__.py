@@ -33,7 +33,7 @@ from flower_ext.training.models.validation import (
     check_shareable,
     replace_batch_norm,
 )
-from flower_ext.training.params import Params, clone, difference, matches, part, tagged
+from flower_ext.training.params import Params, clone, difference, matches, tagged, untagged
 from flower_ext.training.problem import (
     Linear,
     LocalProblem,
@@ -74,7 +74,6 @@ __all__ = [
     "local_problem",
     "matches",
     "newton",
-    "part",
     "replace_batch_norm",
     "sgd_step",
     "tagged",
@@ -83,6 +82,7 @@ __all__ = [
     "train_each",
     "train_groups",
     "trains_one_by_one",
+    "untagged",
 ]
 
 products_are_reproducible()  # must run before MKL's first call

@@ -39,9 +39,10 @@ loss ignores."""
 class IndexLimits:
     """The integers that a task accepts, for each tensor of its features and targets."""
 
-    def __init__(self, kind: TrainingKind) -> None:
-        self.task = kind.task
-        zeros = trees.zeros((kind.features, kind.targets), 2)  # some layers refuse one example
+    def __init__(self, training_kind: TrainingKind) -> None:
+        self.task = training_kind.task
+        # Two examples, because some layers refuse a batch of one.
+        zeros = trees.zeros((training_kind.features, training_kind.targets), 2)
         self._zeros: tuple[Tree, Tree] = trees.to(zeros, torch.device("cpu"))
         self._highest: dict[str, int] = defaultdict(int)
         self._tried: dict[tuple[str, int], bool] = {}
@@ -80,6 +81,7 @@ class IndexLimits:
         higher = [value for value in values if value > self._highest[name]]
         taken = len(higher)
         if higher and not self._takes(name, higher[-1]):
+            # All numbers up to some limit are accepted, so bisection finds it in few passes.
             taken = bisect_left(higher, True, key=lambda value: not self._takes(name, value))
         if taken:
             self._highest[name] = higher[taken - 1]
@@ -131,5 +133,5 @@ def on_device(task: Task, examples: Examples) -> Examples:
 
 
 @lru_cache(maxsize=64)
-def _limits(kind: TrainingKind) -> IndexLimits:
-    return IndexLimits(kind)
+def _limits(training_kind: TrainingKind) -> IndexLimits:
+    return IndexLimits(training_kind)

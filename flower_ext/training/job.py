@@ -205,15 +205,15 @@ def fewest_rows(task: Task, examples: Examples, batch_size: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def refusing_layer(kind: TrainingKind) -> str | None:
+def refusing_layer(training_kind: TrainingKind) -> str | None:
     """Return the name of the layer that refuses one row but not two; None if no layer does."""
-    features = trees.to(kind.features, torch.device("cpu"))
+    features = trees.to(training_kind.features, torch.device("cpu"))
 
     def error_of(count: int) -> Any:
         return attempted(call_model, model, trees.zeros(features, count))
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        model = in_training(kind.model().cpu())
+        model = in_training(training_kind.model().cpu())
         if isinstance(error_of(2), Exception) or not isinstance(error := error_of(1), Exception):
             return None
     names = {id(module): name for name, module in model.named_modules()}
@@ -240,6 +240,7 @@ def batch_rows(
         if len(parts) > 1 and len(parts[-1]) < fewest:
             both = torch.cat(parts[-2:])
             half = len(both) // 2
+            # Of three rows, each of the two mini-batches gets two, so they share a row.
             parts[-2:] = both[: len(both) - half], both[-max(half, fewest) :]
         yield from parts[:left]
         left -= len(parts)

@@ -177,6 +177,7 @@ def newton(
         norm = float(torch.linalg.vector_norm(slope))
         if norm <= tolerance:
             return parts(point)
+        # `solve_ex` reports a singular Hessian, where `solve` would raise an error.
         step, failed = torch.linalg.solve_ex(torch.func.hessian(loss)(point), slope)
         descent = float(slope @ step)
         if bool(failed) or not descent > 0:

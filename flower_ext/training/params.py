@@ -71,7 +71,7 @@ def tagged(tag: str, params: Mapping[str, Tensor]) -> Params:
     return {f"{tag}/{name}": tensor for name, tensor in params.items()}
 
 
-def part(params: Mapping[str, Tensor], tag: str) -> Params:
+def untagged(params: Mapping[str, Tensor], tag: str) -> Params:
     """Return the parameters to whose names `tagged` added ``tag``, by their original names."""
     start = f"{tag}/"
     return {n.removeprefix(start): tensor for n, tensor in params.items() if n.startswith(start)}

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from threading import get_ident
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,10 +19,8 @@ from flower_ext.checks import Checked, NotNegative
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
-from flower_ext.training.isolation import seeded
-from flower_ext.training.models.calls import SettableModel, call_with
-from flower_ext.training.models.dropout import own_dropout
-from flower_ext.training.models.factory import ModelFactory, in_training, suits_channels_last
+from flower_ext.training.models.calls import call_with, settable_model
+from flower_ext.training.models.factory import in_training, suits_channels_last
 from flower_ext.training.params import Params, clone, to_device
 from flower_ext.training.task import Task
 
@@ -142,7 +138,7 @@ def local_problem(
     everything = to_device(params, device)
     if dtype is not None:
         everything = {n: p.to(dtype) if p.is_floating_point() else p for n, p in everything.items()}
-    settable = _model_for(task.factory, everything, device, dtype)
+    settable = settable_model(task.factory, everything, device, trains=True, dtype=dtype)
     model = settable.model
     chosen = {name for name, _ in model.named_parameters() if trained(name)}
     # A module that is not of PyTorch or this package might rely on the usual memory order.
@@ -170,29 +166,6 @@ def local_problem(
         device=device,
         preserved_buffers=partial(_unmoved_buffers, model),
     )
-
-
-def _model_for(
-    factory: ModelFactory, params: Params, device: torch.device, dtype: torch.dtype | None
-) -> SettableModel:
-    """Return the model that computes a problem's loss: the thread's shared model, or a new one."""
-    is_shared = dtype is None and factory.facts.serves_in_turn(params)
-    return (_shared_model if is_shared else _new_model)(factory, device, dtype, get_ident())
-
-
-def _new_model(
-    factory: ModelFactory, device: torch.device, dtype: torch.dtype | None, thread: int
-) -> SettableModel:
-    # Seed torch, so that random numbers drawn to build the model do not change later draws.
-    with seeded(0, device):
-        model = own_dropout(in_training(factory.on(device)))
-    if dtype is not None and factory.facts.frozen:
-        model = deepcopy(model).to(dtype)
-    return SettableModel(model)
-
-
-# Building a small model takes as long as one or two steps.
-_shared_model = lru_cache(maxsize=64)(_new_model)
 
 
 @contextmanager

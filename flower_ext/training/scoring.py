@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from logging import DEBUG, WARNING, getLogger
-from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,8 +16,7 @@ from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.index_limits import on_device
 from flower_ext.training.isolation import attempted, seeded
-from flower_ext.training.models.calls import SettableModel
-from flower_ext.training.models.factory import ModelFactory
+from flower_ext.training.models.calls import SettableModel, settable_model
 from flower_ext.training.params import to_device
 from flower_ext.training.task import Task
 
@@ -54,19 +51,9 @@ def evaluate(
 def _model_of(task: Task, params: Mapping[str, Tensor]) -> SettableModel:
     """Return a model with these parameters, in evaluation mode."""
     device = task.torch_device()
-    # A model that kept a client's values would carry them into the scores of the next client.
-    build = _shared_model if task.factory.facts.serves_in_turn(params) else _new_model
-    model = build(task.factory, device, get_ident())
+    model = settable_model(task.factory, params, device, trains=False)
     model.set_params(to_device(params, device))
     return model
-
-
-def _new_model(factory: ModelFactory, device: torch.device, thread: int) -> SettableModel:
-    with seeded(0, device):
-        return SettableModel(factory.on(device).eval())
-
-
-_shared_model = lru_cache(maxsize=64)(_new_model)
 
 
 def _outputs(

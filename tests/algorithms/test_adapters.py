@@ -152,7 +152,7 @@ def test_a_method_shares_adapters_and_leaves_the_base_where_it_was(method, train
     assert all(value.equal(base[name]) for name, value in own.factory.facts.frozen.items())
 
 
-def test_a_round_is_the_mean_of_what_hugging_faces_own_loss_and_torchs_optimizer_make():
+def test_a_round_averages_the_results_of_hugging_faces_loss_and_torchs_optimizer():
     own, rate = task(), 0.05
     local = LocalTraining(epochs=2, batch_size=RECORDS, learning_rate=rate, optimizer="AdamW")
     everyone = NonPrivatePlan(sampling=FullParticipation(CLIENTS))

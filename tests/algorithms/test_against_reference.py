@@ -123,7 +123,7 @@ def test_fine_tuned_evaluation_trains_the_downloaded_model_first_and_forgets_it(
 
 
 @pytest.mark.parametrize("adapt", [False, True])
-def test_personal_evaluation_uses_the_own_head_adapted_only_where_asked(adapt):
+def test_personal_evaluation_uses_the_clients_head_adapted_only_on_request(adapt):
     strategy = strategy_of(
         DP2FedSAM, head=HEAD, extractor=SAM, adapt_before_evaluation=adapt, **COMMON
     )

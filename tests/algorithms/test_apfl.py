@@ -115,7 +115,7 @@ def failed(v, w, alpha):
         lambda case: case[0] == "clients" or case[1] is diverged,
     ),
 )
-def test_a_personal_model_that_fails_stays_as_it_was_and_moves_no_upload(plan, spoil, monkeypatch):
+def test_a_personal_model_that_fails_stays_unchanged_and_moves_no_upload(plan, spoil, monkeypatch):
 
     def uploads():
         options = {"task": task(), "grid": Recorder, "evaluate_every": 0}
@@ -138,7 +138,7 @@ def test_a_personal_model_that_fails_stays_as_it_was_and_moves_no_upload(plan, s
         assert all(torch.equal(memory[name], p) for name, p in start.items())
 
 
-def test_neither_the_personal_model_nor_its_weight_is_in_any_message():
+def test_messages_contain_no_personal_model_and_no_weight_of_it():
     method = APFL(weight_learning_rate=0.05, local=SGD)
     _, memories, _, grid = run(method, grid=Recorder)
     contents = [m.content for m in (*grid.sent, *grid.received) if m.has_content()]

@@ -57,7 +57,7 @@ def release(clients, noise_multiplier):
 
 
 @pytest.mark.parametrize("method", OF_A_SUM)
-def test_under_noise_of_its_own_it_answers_like_any_other(method):
+def test_under_client_noise_it_answers_like_any_other(method):
     strategy, _ = run(method, release(CLIENTS, 1.0))
     assert strategy.refusals == []
 
@@ -70,7 +70,7 @@ def test_all_that_it_adds_is_noise(method):
 
 
 @pytest.mark.parametrize("method", [*OF_A_SUM, Apple, FedAMP, Scaffold])
-def test_where_sizes_are_told_it_is_left_out_by_its_own(method):
+def test_where_clients_send_sizes_it_leaves_itself_out(method):
     strategy, _ = run(method, NonPrivatePlan(sampling=FullParticipation(CLIENTS)))
     assert len(strategy.refusals) == 2
     assert all("num-examples=0.0: expected at least 1" in said for said in strategy.refusals)

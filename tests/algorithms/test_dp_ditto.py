@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord
 from flower_ext.algorithms import Apple, DPDitto, FedALA, FedAMP, PFedMe
 from flower_ext.federation import FederatedStrategy, InProcessGrid, client_app, records
 from flower_ext.privacy import ClippedSteps, FullParticipation, NonPrivatePlan, RecordLevelPlan
-from flower_ext.training import LocalTraining, evaluate, part
+from flower_ext.training import LocalTraining, evaluate, untagged
 from tests.support.grids import grid as grid_of
 from tests.support.reference.comparing import close, flat
 from tests.support.reference.dp_ditto import METHODS, federated
@@ -124,7 +124,7 @@ def theirs(method, plan):
 
 
 def personal(method, memory):
-    return part(memory, KEPT[method]) if KEPT[method] else memory
+    return untagged(memory, KEPT[method]) if KEPT[method] else memory
 
 
 DAILY = {
@@ -153,7 +153,7 @@ def test_apples_relations_and_fedalas_weights_equal_those_of_the_plain_loop(plan
         kept = ours("apple", plan)[1][client]
         close(kept["relation"].float(), theirs("apple", plan)[1][client]["p"])
         assert kept["relation"].std() > 1e-3
-        weights = part(ours("fedala", plan)[1][client], "weights")
+        weights = untagged(ours("fedala", plan)[1][client], "weights")
         assert set(weights) == {"head.weight", "head.bias"}
         learned = torch.cat([weights[name].flatten() for name in ("head.weight", "head.bias")])
         close(learned, theirs("fedala", plan)[1][client]["weights"])
@@ -213,7 +213,7 @@ def test_both_ends_of_the_global_weight_equal_the_plain_loop(weight):
         close(flat(kept[client]), memory[client]["v"])
 
 
-def test_at_weight_2_all_personal_models_are_one_and_at_0_no_noise_reaches_them():
+def test_weight_2_makes_personal_models_equal_and_weight_0_keeps_noise_out():
     _, kept = ditto(2.0)
     for client in range(1, CLIENTS):
         close(flat(kept[client]), flat(kept[0]))

@@ -41,7 +41,7 @@ def mixed(distance, caplog, **options):
     return state, [r.getMessage() for r in caplog.records if "attention_width" in r.message]
 
 
-def test_a_faded_attention_is_told_once_with_a_width_that_mends_it(caplog):
+def test_a_faded_attention_warns_once_and_suggests_a_width(caplog):
     faded, said = mixed(3.0, caplog, attention_width=1.0)
     assert len(said) == 1
     assert "at most 9.3e-05 of any client's cloud model" in said[0]  # 3/4 exp(−9)

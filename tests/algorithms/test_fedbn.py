@@ -89,7 +89,7 @@ def test_no_message_holds_a_normalisation_layer(plan):
         )
 
 
-def test_a_layer_with_statistics_that_is_not_personal_ends_the_run_before_its_first_round():
+def test_a_shared_layer_with_statistics_ends_the_run_before_its_first_round():
     with pytest.raises(UnshareableModel, match=r"bn1.running_mean.*GroupNorm in layer 'bn1'"):
         run(FedBN(personal=("scaled",), local=SGD), task=uneven_task(Normed))
 

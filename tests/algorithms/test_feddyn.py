@@ -58,7 +58,7 @@ def test_how_many_answered_does_not_show_in_a_private_model(sampling, share):
             np.testing.assert_allclose(moved(one, answered)["w"], 1 + share)
 
 
-def test_without_privacy_the_share_of_those_who_answered_counts():
+def test_without_privacy_the_share_of_clients_that_answered_counts():
     plan = NonPrivatePlan(sampling=PoissonSampling(100, 0.1))
     np.testing.assert_allclose(moved(plan, 15)["w"], 1.15)
 
@@ -94,7 +94,7 @@ def test_a_discarded_round_leaves_nothing_on_either_side():
 
 
 @pytest.mark.parametrize("dies_in", grid([1, 3], lambda dies_in: dies_in == 3))
-def test_a_run_that_goes_on_knows_what_its_clients_remember(tmp_path, dies_in):
+def test_a_resumed_run_knows_what_its_clients_remember(tmp_path, dies_in):
     for _ in range(4):
         with pytest.raises(Died):
             start(feddyn, 40, tmp_path, dies_in)

@@ -89,7 +89,7 @@ def test_lost_replies_leave_the_control_the_mean_of_the_clients(tmp_path, lost, 
     np.testing.assert_allclose(weights, optimum(), atol=1e-4)
 
 
-def test_clients_are_told_which_of_their_rounds_was_used_last_and_share_a_message_where_it_is_one():
+def test_clients_learn_their_last_used_round_in_messages_shared_where_equal():
     strategy = scaffold()
     grid = LosingGrid(strategy, lost={2: {1}, 3: {1, 2}})
     strategy.start(grid, ArrayRecord(linear_task().initial_params(0)), num_rounds=5)
@@ -111,9 +111,7 @@ def test_clients_are_told_which_of_their_rounds_was_used_last_and_share_a_messag
 
 @pytest.mark.parametrize("kept_in", ["state", "folder"])
 @pytest.mark.parametrize("method", [Scaffold, FedDyn])
-def test_a_client_that_lost_what_the_server_counts_on_says_so_and_takes_no_part(
-    tmp_path, method, kept_in
-):
+def test_a_client_that_lost_needed_memory_says_so_and_skips_the_round(tmp_path, method, kept_in):
     folder = tmp_path if kept_in == "folder" else ""
     strategy, other = (
         strategy_of(method, plan=EVERYONE, local=LOCAL, evaluate_every=0) for _ in range(2)
@@ -126,7 +124,7 @@ def test_a_client_that_lost_what_the_server_counts_on_says_so_and_takes_no_part(
     np.testing.assert_allclose(weights, trained(other, 5, silent), rtol=1e-5)
 
 
-def test_replies_lost_by_clients_that_are_asked_again_much_later_change_nothing_either():
+def test_lost_replies_change_nothing_even_if_clients_return_much_later():
     plan = NonPrivatePlan(sampling=FixedSizeSampling(CLIENTS, 2))
     strategy = scaffold(plan=plan, seed=1)
     _, mean = play(strategy, 40, lost=dict.fromkeys(range(2, 12, 3), range(CLIENTS)))
@@ -134,7 +132,7 @@ def test_replies_lost_by_clients_that_are_asked_again_much_later_change_nothing_
 
 
 @pytest.mark.parametrize("dies_in", [1, 3])
-def test_a_run_that_goes_on_knows_what_its_clients_remember(tmp_path, dies_in):
+def test_a_resumed_run_knows_what_its_clients_remember(tmp_path, dies_in):
     for _ in range(4):
         with pytest.raises(Died):
             start(scaffold, 25, tmp_path, dies_in)

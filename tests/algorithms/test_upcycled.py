@@ -239,7 +239,7 @@ def test_foreign_strategies_and_clients_follow_algorithm_1(name, schedule):
     ],
     ids=["Adagrad", "Prox", "TrimmedAvg", "Krum", "MultiKrum", "QFedAvg", "DP(FedAvg)"],
 )
-def test_odd_rounds_are_the_bases_own_whatever_it_is(base, monkeypatch):
+def test_odd_rounds_equal_the_rounds_of_any_base(base, monkeypatch):
     """They equal those of a new base strategy that plays the odd rounds one by one."""
     monkeypatch.setattr("gc.collect", lambda: 0)  # QFedAvg collects for each client and round
     driven, grid = base(), InProcessGrid(foreign_app(), num_clients=CLIENTS)
@@ -254,7 +254,7 @@ def test_odd_rounds_are_the_bases_own_whatever_it_is(base, monkeypatch):
 
 
 @pytest.mark.parametrize("c", [0.2, 0.5])
-def test_an_upcycled_step_is_one_plus_c_plain_ones_where_every_step_leads_to_the_minimum(c):
+def test_an_upcycled_step_is_one_plus_c_plain_steps_towards_one_minimum(c):
     centre = np.average(POINTS, axis=0, weights=SIZES)
     training_rounds = 4
     ours = models_of(Upcycled(FedAvg(), c), rounds=2 * training_rounds)[-1]
@@ -276,7 +276,7 @@ def test_a_coefficient_of_zero_repeats_every_model_of_the_base(name):
     np.testing.assert_array_equal(upcycled[2::2], upcycled[1::2])
 
 
-def test_flowers_fedavgm_goes_on_from_the_extrapolated_model_not_from_its_own_copy():
+def test_flowers_fedavgm_continues_from_the_extrapolated_model_not_its_copy():
     base = FedAvgM(server_learning_rate=0.9, server_momentum=0.5)
     models = models_of(Upcycled(base, 0.8), rounds=7)
     same(models, by_hand(momentum(0.9, 0.5), rounds=7, coefficient=0.8))
@@ -292,7 +292,7 @@ def test_flowers_fedavgm_goes_on_from_the_extrapolated_model_not_from_its_own_co
     ],
     ids=["fixed clipping", "adaptive clipping"],
 )
-def test_a_fedavgm_inside_flowers_own_wrappers_goes_on_from_the_extrapolated_model(wrap):
+def test_a_fedavgm_inside_flowers_wrappers_continues_from_the_extrapolated_model(wrap):
     base = wrap(FedAvgM(server_learning_rate=0.9, server_momentum=0.5))
     models = models_of(Upcycled(base, 0.8), rounds=4)
     same(models, by_hand(momentum(0.9, 0.5), rounds=4, coefficient=0.8))
@@ -449,7 +449,7 @@ def test_even_rounds_of_flowers_strategies_send_nothing_to_train(base):
     ],
     ids=["DP-FedAvg", "DP2-FedSAM", "SCAFFOLD", "Hosted"],
 )
-def test_even_rounds_send_nothing_in_the_rows_of_a_run_too_and_are_evaluated(base, tmp_path):
+def test_even_rounds_send_nothing_but_are_evaluated(base, tmp_path):
     run = RunWriter.create(tmp_path / "run", {})
     grid = recorder()
     strategy = Upcycled(base(run), 0.5)
@@ -514,7 +514,7 @@ def test_even_rounds_report_their_coefficient_and_odd_ones_the_bases_metrics():
 
 
 @pytest.mark.parametrize("method", [DPFedAvg, DP2FedSAM])
-def test_twice_the_rounds_spend_what_the_base_alone_spends_in_half_of_them(method, tmp_path):
+def test_twice_the_rounds_spend_what_the_base_spends_in_half_of_them(method, tmp_path):
     alone = private(method, ledger=Ledger(tmp_path / "alone"))
     alone.start(recorder(), initial(), num_rounds=3)
     base = private(method, ledger=Ledger(tmp_path / "upcycled"))
@@ -538,7 +538,7 @@ def test_twice_the_rounds_spend_what_the_base_alone_spends_in_half_of_them(metho
 
 
 @pytest.mark.parametrize("affordable", [1, 3])
-def test_rounds_go_on_until_the_budget_ends_and_the_last_model_is_the_result(affordable, tmp_path):
+def test_rounds_continue_until_the_budget_ends_and_return_the_last_model(affordable, tmp_path):
     plan = release_plan()
 
     def epsilon(releases):
@@ -565,7 +565,7 @@ def test_rounds_go_on_until_the_budget_ends_and_the_last_model_is_the_result(aff
     assert "configure_train" not in vars(base)
 
 
-def test_the_result_of_a_run_that_its_budget_stops_is_the_last_extrapolated_model(tmp_path):
+def test_a_run_that_its_budget_stops_returns_the_last_extrapolated_model(tmp_path):
     plan = release_plan()
     once = privacy_loss_of({DPFedAvg().mechanism(plan).release: 1}, delta=0.1).epsilon
     ledger = Ledger(tmp_path / "ledger", budget=Budget(epsilon=1.001 * once, delta=0.1))
@@ -664,7 +664,7 @@ def test_after_a_lost_round_scaffolds_control_stays_where_it_was():
     ],
     ids=["SCAFFOLD", "FedDyn", "Hosted"],
 )
-def test_a_training_round_asks_the_same_clients_and_the_same_stragglers_upcycled_or_not(base):
+def test_upcycling_keeps_the_clients_and_stragglers_of_a_round(base):
     def asked(strategy, rounds):
         grid = recorder()
         strategy.start(grid, initial(), num_rounds=rounds)
@@ -717,7 +717,7 @@ def test_a_base_that_is_no_strategy_is_refused():
 
 
 @pytest.mark.parametrize("bad", ["0.5", None, [0.5]])
-def test_what_is_neither_a_number_nor_a_schedule_is_refused(bad):
+def test_a_coefficient_that_is_no_number_or_schedule_is_refused(bad):
     with pytest.raises(TypeError, match="expected a number, or a function that takes m"):
         Upcycled(FedAvg(), bad)
 
@@ -734,7 +734,7 @@ def test_a_number_that_is_no_coefficient_is_refused_at_once(bad):
 
 
 @pytest.mark.parametrize("bad", [-0.1, math.nan, math.inf])
-def test_a_schedule_that_goes_wrong_is_named_and_leaves_the_base_as_it_was(bad):
+def test_a_schedule_that_fails_is_named_and_leaves_the_base_unchanged(bad):
     base = FedAvg()
     strategy = Upcycled(base, lambda m: 0.5 if m == 1 else bad)
     with pytest.raises(ValueError, match=rf"coefficient\(2\)={bad!r}: expected a finite"):
@@ -868,7 +868,7 @@ def test_a_hosted_server_makes_the_models_that_it_makes_alone(name, upcycle):
     same(ours, models_of(upcycle(base()), rounds=6))
 
 
-def test_a_hosted_fedadam_corrects_its_moments_by_its_steps_whatever_rounds_are_lost():
+def test_a_hosted_fedadam_corrects_its_moments_by_its_steps_despite_lost_rounds():
     grid = flower_recorder(lose=lambda seen: seen["kind"] == "train" and seen["round"] == 2)
     models = models_of(
         FederatedStrategy(Hosted(FedAdam(**ADAPTIVE)), EVERYONE, evaluate_every=0),
@@ -880,7 +880,7 @@ def test_a_hosted_fedadam_corrects_its_moments_by_its_steps_whatever_rounds_are_
     same([models[1], *models[3:]], alone[1:])
 
 
-def test_a_hosted_server_that_goes_on_in_a_new_process_counts_its_steps_on():
+def test_a_hosted_server_keeps_counting_its_steps_in_a_new_process():
     def hosted():
         return FederatedStrategy(Hosted(FedAdam(**ADAPTIVE)), EVERYONE, evaluate_every=0)
 
@@ -951,7 +951,7 @@ def test_a_hosted_server_weighs_clients_by_their_examples():
     assert np.abs(model - np.mean(local, axis=0)).max() > 0.01
 
 
-def test_a_client_that_does_not_tell_its_weight_is_refused_by_a_hosted_server():
+def test_a_hosted_server_refuses_a_client_that_does_not_send_its_weight():
     app = ClientApp()
 
     @app.train()
@@ -970,7 +970,7 @@ def test_a_client_that_does_not_tell_its_weight_is_refused_by_a_hosted_server():
 
 
 @pytest.mark.parametrize("method", [FedAMP, Apple])
-def test_a_base_whose_clients_each_get_a_model_of_their_own_is_refused(method):
+def test_a_base_that_sends_each_client_a_different_model_is_refused(method):
     base = strategy_of(method, plan=NonPrivatePlan(sampling=FullParticipation(3)))
     with pytest.raises(
         TypeError, match=f"base={method.__name__}: expected .* with one shared model"

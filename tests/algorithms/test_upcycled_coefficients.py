@@ -25,7 +25,7 @@ def test_without_a_penalty_the_proximal_ratio_repeats_the_whole_step():
     assert proximal_ratio(proximal_weight=0.3, penalty=0.0) == 1
 
 
-def test_a_larger_penalty_means_a_smaller_proximal_ratio_and_a_larger_weight_a_larger_one():
+def test_the_proximal_ratio_falls_with_the_penalty_and_grows_with_the_weight():
     def ratio(mu, penalty):
         return proximal_ratio(proximal_weight=mu, penalty=penalty)
 
@@ -34,14 +34,14 @@ def test_a_larger_penalty_means_a_smaller_proximal_ratio_and_a_larger_weight_a_l
 
 
 @pytest.mark.parametrize(("c", "mu"), [(0.2, 0.5), (1.0, 2.0)])
-def test_decaying_is_the_proximal_ratio_of_penalties_that_grow_with_the_root_of_m(c, mu):
+def test_decaying_is_the_proximal_ratio_of_penalties_growing_like_root_m(c, mu):
     for m in ROUNDS:
         penalty = mu * (math.sqrt(m) / c - 1)
         expected = proximal_ratio(proximal_weight=mu, penalty=penalty)
         assert Decaying(c)(m) == pytest.approx(expected, rel=1e-12)
 
 
-def test_decaying_begins_at_its_first_value_and_falls_to_half_of_it_in_four_times_the_rounds():
+def test_decaying_starts_at_its_first_value_and_halves_in_fourfold_rounds():
     schedule = Decaying(0.8)
     values = [schedule(m) for m in ROUNDS]
     assert values[0] == 0.8
@@ -50,7 +50,7 @@ def test_decaying_begins_at_its_first_value_and_falls_to_half_of_it_in_four_time
     assert schedule(4 * 7) == pytest.approx(schedule(7) / 2)
 
 
-def test_the_mean_of_decaying_coefficients_is_of_the_order_that_corollary_5_8_asks_for():
+def test_the_mean_decaying_coefficient_has_the_order_of_corollary_5_8():
     # Σ c/√m ≤ 2c√M: with bounded steps the bound of Theorem 5.6 is O(1/√M).
     for M in (1, 10, 1000):
         mean = sum(Decaying(0.9)(m) for m in range(1, M + 1)) / M

@@ -69,7 +69,7 @@ def test_every_app_has_the_licence_of_the_package():
     assert all((app / "LICENSE").read_bytes() == ours for app in templates().values())
 
 
-def test_flower_bundles_an_app_of_ones_own(tmp_path):
+def test_flower_bundles_an_app_of_the_user(tmp_path):
     copy(templates()["uldp-fl"], tmp_path / "made-app")
     assert ".made-app." in bundled(tmp_path / "made-app", tmp_path).name
 

@@ -125,7 +125,7 @@ def test_a_column_that_no_silo_has_is_named_to_the_researcher(tables, tmp_path):
         ({"features": "age 0:100", "user_column": "id"}, "no column 'id'"),
     ],
 )
-def test_a_silo_without_its_file_or_column_ends_the_run_before_any_spend(
+def test_a_silo_without_its_file_or_column_ends_the_run_without_spend(
     tables, tmp_path, caplog, changes, message
 ):
     """The site's operator and the researcher read the reason, which depends on no record."""
@@ -167,7 +167,7 @@ def test_silos_draw_the_users_of_a_training_by_the_key_of_link(tables, tmp_path)
     assert spent["sum-only"] == spent["released-models"] == pytest.approx(1.0, abs=0.02)
 
 
-def test_who_tests_depends_on_the_person_alone_in_all_silos(tables):
+def test_the_choice_of_test_people_depends_on_each_person_alone(tables):
     """Without one person, no record of another person changes its part."""
     table_of = CONSORTIUM.module("tables").table_of
     task = CONSORTIUM.module("task")
@@ -243,7 +243,7 @@ def test_a_study_goes_from_statistics_to_scores_and_keeps_what_is_complete(
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_supernodes_take_part_in_a_whole_study_with_files_of_their_own(tables, tmp_path):
+def test_supernodes_take_part_in_a_study_with_separate_files(tables, tmp_path):
     """Three hospitals on a SuperLink with TLS; each SuperNode names its own data folder.
 
     A SuperNode starts a process for each of a round's four messages, so two rounds must do.
@@ -337,7 +337,7 @@ def newest_draw(folder):
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_silo_that_was_killed_after_its_draw_never_draws_that_round_again(tables, tmp_path):
+def test_a_silo_killed_after_its_draw_never_draws_that_round_again(tables, tmp_path):
     """Before round 2, a hostile server asks again for the users of round 1, under another model.
 
     Only its state folder knows that silo 1 drew them: it was killed before it answered.

@@ -65,7 +65,7 @@ def test_the_model_of_clients_that_train_alone_learns_from_nobody(tmp_path):
     assert all((model[name] == longer[name]).all() for name in model)
 
 
-def test_a_test_digit_trains_nobody_and_every_client_has_digits_of_its_own():
+def test_digits_for_testing_train_nobody_and_clients_hold_disjoint_digits():
     module, settings = task()
     clients = [module.client_data(settings, number) for number in range(5)]
     pool, tests = module.digits("digits", "", settings.seed)
@@ -101,7 +101,7 @@ class Still:
         return np.zeros(shape)
 
 
-def test_digits_of_mnist_are_with_one_client_only_and_too_many_are_refused(tmp_path):
+def test_each_mnist_digit_has_one_client_and_too_many_are_refused(tmp_path):
     folder = tmp_path / "mnist"
     folder.mkdir()
     images = np.arange(120 * 784, dtype=np.uint64).reshape(120, 784) * 2654435761 >> 7

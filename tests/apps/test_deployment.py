@@ -82,7 +82,7 @@ def test_one_command_deploys_runs_reports_and_ends_what_it_started(tmp_path):
         assert path.stat().st_mode & 0o077 == 0
 
 
-def test_a_killed_node_costs_its_round_and_comes_back_and_strangers_stay_out(deployment, tmp_path):
+def test_a_killed_node_costs_its_round_and_returns_and_strangers_are_refused(deployment, tmp_path):
     plan = Plan(
         "killed",
         rounds=4,
@@ -113,7 +113,7 @@ def test_a_killed_node_costs_its_round_and_comes_back_and_strangers_stay_out(dep
     assert "SuperNode ID" not in log
 
 
-def test_nodes_that_are_killed_in_secure_sums_cost_no_round_and_come_back(tmp_path):
+def test_nodes_killed_in_secure_sums_cost_no_round_and_return(tmp_path):
     """With a state-folder; in round 3 a node starts again at once, between the sum's stages."""
     plan = Plan(
         "masked",

@@ -28,7 +28,7 @@ def quadratic_pilot(rounds=60, eta=0.2, seed=0):
     return pilot, a, u
 
 
-def test_the_estimates_lie_on_the_right_side_of_the_truth_and_near_it():
+def test_the_estimates_err_to_the_safe_side_and_by_little():
     pilot, a, u = quadratic_pilot()
     found = estimate_constants(**pilot)
     best = (a * u).mean(axis=0) / a.mean(axis=0)
@@ -45,7 +45,7 @@ def test_the_estimates_lie_on_the_right_side_of_the_truth_and_near_it():
     assert found.initial_gap == pytest.approx(pilot["losses"][0] - pilot["losses"][-1])
 
 
-def test_in_the_linear_world_the_curvature_is_exact_and_the_estimates_make_a_problem():
+def test_in_a_linear_world_the_curvature_is_exact_and_makes_a_problem():
     world = LinearFederation.draw(
         np.random.default_rng(1),
         num_clients=4,

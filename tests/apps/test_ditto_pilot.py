@@ -39,7 +39,7 @@ def regression(client):
     return Examples(torch.from_numpy(basis).float(), torch.from_numpy(targets).float())
 
 
-def test_it_is_gradient_descent_on_the_mean_loss_and_on_each_clients_own():
+def test_it_is_gradient_descent_on_the_mean_and_the_personal_losses():
     clients = [regression(client) for client in range(CLIENTS)]
     start = line().initial_params(1)
     found = pilot_run(line(), start, clients, rounds=ROUNDS, learning_rate=RATE)
@@ -66,7 +66,7 @@ def test_it_is_gradient_descent_on_the_mean_loss_and_on_each_clients_own():
     assert 1 - 1e-5 <= found.strong_convexity <= found.smoothness <= CLIENTS * (1 + 1e-5)
 
 
-def test_a_network_is_refused_where_its_losses_are_not_convex_and_the_start_is_left_alone():
+def test_a_network_with_nonconvex_losses_is_refused_and_the_start_unchanged():
     task = network()
     start = task.initial_params(0)
     before = {name: p.clone() for name, p in start.items()}

@@ -74,7 +74,7 @@ def test_the_run_spends_what_it_was_given_and_the_ledger_agrees(tmp_path):
 
 
 @pytest.mark.report
-def test_the_published_calibration_gives_the_published_epsilon_and_the_provable_one_beside_it(
+def test_the_published_calibration_gives_the_published_and_the_provable_epsilon(
     tmp_path,
 ):
     facts = {"clients": 20, "sampling_rate": 0.1, "sampling": "fixed-size"}
@@ -198,7 +198,7 @@ def test_scores_in_secure_sums_are_paid_for_and_reported_as_means(tmp_path):
     assert "No client was evaluated" not in text
 
 
-def test_with_hardly_any_noise_the_mean_score_is_the_one_that_clients_tell(tmp_path):
+def test_with_hardly_any_noise_the_mean_score_matches_the_clients_scores(tmp_path):
     settings = {"noise_multiplier": 1.0, "seeded_noise": True, "evaluation_noise_multiplier": 0.01}
     settings |= {"colluding_share": 0.0}  # of a cohort of four
     ours = run(tmp_path / "secure", **settings, **SECURE).metrics()

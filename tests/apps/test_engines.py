@@ -211,9 +211,7 @@ def test_several_clients_on_a_node_of_ray_are_the_same_run(flower, tmp_path):
 
 
 @pytest.mark.full
-def test_a_run_that_ended_goes_on_in_a_new_simulation_with_what_its_clients_remember(
-    flower, tmp_path
-):
+def test_an_ended_run_resumes_in_a_new_simulation_with_client_memory(flower, tmp_path):
     state = {"state_folder": tmp_path / "state"}
     flower.run(DP2_FEDSAM, run_directory=tmp_path / "run", **{**state, "rounds": 1})
     assert len(list((tmp_path / "state").rglob("*.memory"))) == 3
@@ -226,7 +224,7 @@ def test_a_run_that_ended_goes_on_in_a_new_simulation_with_what_its_clients_reme
 
 
 @pytest.mark.full
-def test_a_run_in_one_process_is_that_run_and_fails_when_it_fails(flower, tmp_path):
+def test_a_run_in_one_process_is_the_same_and_fails_alike(flower, tmp_path):
     settings = {**UPCYCLED_FL.small, "run-directory": tmp_path / "run"}
     words = [f"{n}={str(v).lower() if isinstance(v, bool) else v}" for n, v in settings.items()]
     options = [part for word in words for part in ("--set", word)]
@@ -413,7 +411,7 @@ def protected(facts: dict[str, Any]) -> None:
 
 
 @pytest.mark.full
-def test_a_foreign_project_is_upcycled_with_flowers_own_strategy(flower, tmp_path):
+def test_a_foreign_project_is_upcycled_with_a_strategy_of_flower(flower, tmp_path):
     """The ClientApp is foreign, the strategy Flower's FedAvgM, and the wrapper this package's."""
     facts = foreign(flower, tmp_path, "upcycled", "--federation-config", "num-supernodes=3")
     same_upcycling(facts, tmp_path)
@@ -513,9 +511,7 @@ def record_foreign(flower: Flower, *options: str, rounds: int) -> subprocess.Com
 
 
 @pytest.mark.full
-def test_a_foreign_project_that_was_killed_on_ray_goes_on_when_it_is_started_again(
-    flower, tmp_path
-):
+def test_a_foreign_project_killed_on_ray_resumes_when_started_again(flower, tmp_path):
     rounds = 12
     flower.env["FLOWER_EXT_RUNS"] = str(tmp_path / "runs")
     done = record_foreign(flower, rounds=rounds)

@@ -82,7 +82,7 @@ def test_a_project_runs_with_any_of_these_strategies(project, name):
 
 
 @pytest.mark.parametrize("project", ALL[:2], ids=lambda project: project.__name__)
-def test_averaging_without_privacy_gives_flowers_own_model(project):
+def test_averaging_without_privacy_gives_the_model_of_flower(project):
     _, expected = run(project(), fed_avg())
     for name in ("without privacy", "hosted"):
         _, model = run(project(), STRATEGIES[name]())
@@ -95,7 +95,7 @@ def test_averaging_without_privacy_gives_flowers_own_model(project):
     grid(ALL, lambda project: project is not projects.opacus),
     ids=lambda project: project.__name__,
 )
-def test_with_our_mod_first_clients_noise_and_only_their_own_mods_see_the_rest(project):
+def test_with_our_mod_first_uploads_are_noised_after_all_other_mods(project):
     projects.scalars.clear()
     strategy = FederatedStrategy(DPFedAvg(), plan())
     run(project(client_level_dp_mod()), strategy)
@@ -108,7 +108,7 @@ def test_with_our_mod_first_clients_noise_and_only_their_own_mods_see_the_rest(p
         assert all(line["train_loss"] > 0 for line in projects.scalars)
 
 
-def test_our_mod_after_mods_that_read_metrics_is_refused_by_the_place_it_needs():
+def test_our_mod_after_mods_that_read_metrics_is_refused_with_its_place():
     app = projects.quickstart(projects.scalars_mod, client_level_dp_mod())
     with pytest.raises(FederationNotReady, match="that mod before all others of ClientApp"):
         run(app, strategy := FederatedStrategy(DPFedAvg(), plan()))
@@ -155,7 +155,7 @@ def test_names_of_a_wrapped_model_are_shown_with_what_to_return():
             run(app, strategy)
 
 
-def test_behind_our_mod_the_nodes_own_log_shows_them(logged):
+def test_behind_our_mod_the_nodes_log_shows_them(logged):
     strategy = FederatedStrategy(DPFedAvg(), plan())
     with pytest.raises(FederationNotReady, match="the reason is in its own log") as error:
         run(projects.opacus(client_level_dp_mod(), wrapped=True), strategy)
@@ -171,7 +171,7 @@ def test_behind_the_mod_flowers_quickstart_trains_in_secure_sums():
     assert strategy.refusals == []
 
 
-def test_an_app_without_a_setting_for_it_runs_with_the_number_of_clients_it_is_given():
+def test_an_app_without_such_a_setting_runs_with_the_given_clients():
     grid = run_app(EXAMPLES.folder, EXAMPLES.config(), clients=CLIENTS)
     assert len(grid.contexts) == CLIENTS
 
@@ -179,7 +179,7 @@ def test_an_app_without_a_setting_for_it_runs_with_the_number_of_clients_it_is_g
 @pytest.mark.full
 @pytest.mark.engine
 @pytest.mark.parametrize("where", [["--in-process"], []], ids=["in-process", "ray"])
-def test_the_command_is_told_the_number_of_nodes_of_such_an_app(where, tmp_path):
+def test_the_command_runs_such_an_app_on_the_given_nodes(where, tmp_path):
     command = [str(Path(sys.executable).parent / "flower-ext"), "run", str(EXAMPLES.folder)]
     env = {**os.environ, "FLWR_HOME": str(tmp_path), "FLWR_TELEMETRY_ENABLED": "0"}
     done = subprocess.run(

@@ -67,7 +67,7 @@ def killed_and_resumed(deployment, path, settings):
 
 
 @pytest.mark.parametrize("changes", MECHANISMS.values(), ids=MECHANISMS)
-def test_a_killed_and_resumed_run_has_the_model_of_one_that_was_not_killed(
+def test_a_killed_and_resumed_run_has_the_model_of_an_uninterrupted_run(
     deployment, tmp_path, changes
 ):
     settings = {**SETTINGS, **changes, "rounds": ROUNDS}

@@ -27,7 +27,7 @@ def test_an_app_from_scratch_trains_privately_and_leaves_a_report(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["clipping-norm", "sampling", "learning-rate"])
-def test_a_setting_that_an_app_lacks_is_named_with_where_to_add_it(name, tmp_path):
+def test_a_setting_an_app_lacks_is_named_with_where_to_add_it(name, tmp_path):
     server, client = OWN.parts()
     config = {key: value for key, value in OWN.config().items() if key != name}
     said = rf"run-config has no {name}: expected .*; add it to \[tool.flwr.app.config\]"

@@ -196,7 +196,7 @@ def test_an_app_accepts_each_of_its_presets(app, printed, name, tmp_path):
     assert "changed" not in settings.preset
 
 
-def test_the_noise_of_a_preset_is_the_one_that_the_paper_s_theorem_gives(tmp_path):
+def test_a_presets_noise_is_what_the_papers_theorem_gives(tmp_path):
     options = RunOptions(
         app=DP2_FEDSAM.folder, preset="dp2-table2-1000-2", runs=tmp_path, in_process=True
     )
@@ -247,7 +247,7 @@ def test_a_pair_s_plain_half_trains_as_often(tmp_path):
     assert "changed" not in config["preset"]
 
 
-def test_a_file_of_one_s_own_is_read_as_a_preset_is(tmp_path):
+def test_a_file_of_the_user_is_read_like_a_preset(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("[settings]\nclients = 7\nrounds = 2\n")
     config = prepared(DP2_FEDSAM, tmp_path, settings_file=path, clients=9)

@@ -57,7 +57,7 @@ class Watch(threading.Thread):
         return 0
 
 
-def test_a_silo_that_is_killed_in_a_round_goes_on_from_its_folder_and_repeats_no_mask(tmp_path):
+def test_a_silo_killed_in_a_round_resumes_and_repeats_no_mask(tmp_path):
     """SIGKILL comes after the round was stored and before the silo's sum could leave."""
     watch = Watch(secrets := tmp_path / "secrets")
     own = {"state-folder": str(secrets)}
@@ -88,7 +88,7 @@ def test_a_silo_that_is_killed_in_a_round_goes_on_from_its_folder_and_repeats_no
     assert set(used) <= set(watch.seen)
 
 
-def test_a_silo_over_ring_lwe_that_is_killed_while_it_trains_takes_part_again(tmp_path):
+def test_a_ring_lwe_silo_killed_while_training_takes_part_again(tmp_path):
     """SIGKILL after the epoch of the round was put on record, and before its round was.
 
     Nobody knows who is drawn, so silo 0 answers for all silos before every round.

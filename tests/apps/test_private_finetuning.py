@@ -116,7 +116,7 @@ def test_all_of_the_backbone_trains(tmp_path):
     assert sum(not (start[name].numpy() == value).all() for name, value in shared.items()) > 100
 
 
-def test_the_backbone_that_trains_begins_as_the_frozen_one_and_keeps_no_statistics():
+def test_the_trained_backbone_starts_as_the_frozen_one_without_statistics():
     whole, frozen = task(tune="all").model(), task(tune="head").data
     check_shareable(whole)
     x = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -149,7 +149,7 @@ def test_lora_on_text_trains_b_and_a_head_and_learns(text, tmp_path):
     assert run_.metrics()[-1]["accuracy_mean"] > 0.8
 
 
-def test_one_odd_label_changes_neither_the_model_nor_the_other_texts(text, tmp_path):
+def test_an_odd_label_changes_no_model_and_no_other_text(text, tmp_path):
     odd = tmp_path / "odd.csv"
     odd.write_text(Path(text["text-file"]).read_text() + "the film,unheard-of\n")
     source, other = (
@@ -174,7 +174,7 @@ def test_lora_on_text_is_shared_with_privacy(method, text, tmp_path):
     assert run_.guarantees()
 
 
-def test_a_of_lora_is_the_same_on_all_nodes_where_it_is_frozen(text):
+def test_a_frozen_lora_a_is_equal_on_all_nodes(text):
     first, other = (task(**text, seed=seed) for seed in (1, 2))
     names = [name for name in first.factory.facts.frozen if ".lora_A." in name]
     assert names

@@ -118,7 +118,7 @@ def test_private_modules_are_not_public():
     assert not both & {*theirs}
 
 
-def test_clients_of_the_standard_library_have_functions_of_their_own(base):
+def test_clients_of_the_standard_library_have_disjoint_functions(base):
     texts = {"texts-per-client": 8, "max-tokens": 64}
     data = [task(base, clients=400, **texts).data(client) for client in (0, 1, 350)]
     assert all(len(d.train) == 6 and len(d.test) == 2 for d in data)
@@ -150,7 +150,7 @@ def test_a_record_s_prompt_is_read_but_not_learnt(base, texts):
     assert set(labels[6:].tolist()) == {IGNORED}
 
 
-def test_authors_own_their_texts(base, texts):
+def test_each_author_has_separate_texts(base, texts):
     for note in texts.glob("*/note.txt"):
         note.unlink()
     data = task(base, **of_folder(texts, method="uldp-avg-w", **{"num-users": 8})).data(0)

@@ -12,7 +12,7 @@ from tests.support.pretrained import save_causal
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-def test_two_sites_with_texts_of_their_own_train_an_adapter_that_generates(tmp_path):
+def test_two_sites_with_different_texts_train_an_adapter_that_generates(tmp_path):
     for node in range(2):
         (folder := tmp_path / f"site{node}").mkdir()
         rows = [{"prompt": f"{n}*{node}=", "completion": str(n * node)} for n in range(12)]

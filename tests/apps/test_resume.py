@@ -48,7 +48,7 @@ def trial(app, folder, **settings):
     grid(RUNS, lambda run: run[1]["method"] == DAILY),
     ids=[own["method"] for _, own in RUNS],
 )
-def test_a_seeded_run_that_was_killed_twice_ends_as_if_it_had_not(tmp_path, app, own):
+def test_a_seeded_run_killed_twice_ends_as_if_uninterrupted(tmp_path, app, own):
     whole = trial(app, tmp_path / "whole", **{**own, "rounds": 4})
     whole.finish()
     parts = replace(whole, folder=tmp_path / "parts")

@@ -45,7 +45,7 @@ def test_every_record_has_one_user_and_one_silo(distribution, records, users, si
     assert records_of(allocation.owners, users).sum() == records
 
 
-def test_uniform_users_own_alike_and_zipf_users_as_their_rank_to_the_power_of_minus_a_half():
+def test_uniform_users_hold_equal_shares_and_zipf_users_rank_to_minus_half():
     def totals(distribution):
         big = np.zeros(200_000, dtype=int)
         allocation = allocate(distribution, big, num_users=100, num_silos=5, rng=rng())
@@ -69,7 +69,7 @@ def test_zipf_concentrates_a_user_in_one_silo_and_each_user_in_another():
 
 @pytest.mark.parametrize("distribution", ["uniform", "zipf"])
 @pytest.mark.parametrize(("users", "labels"), [(100, 2), (2_000, 2), (5, 2), (10, 1), (30, 10)])
-def test_users_own_records_of_few_labels_and_about_as_many_as_without(distribution, users, labels):
+def test_users_hold_few_labels_and_about_as_many_records_as_without(distribution, users, labels):
     def owned(**options):
         allocation = allocate(
             distribution, TARGETS, num_users=users, num_silos=3, rng=rng(), **options
@@ -87,7 +87,7 @@ def test_users_own_records_of_few_labels_and_about_as_many_as_without(distributi
     assert np.corrcoef(sizes, plain)[0, 1] > 0.8 or np.ptp(sizes) < 0.7 * sizes.mean()
 
 
-def test_users_of_few_labels_do_not_all_own_the_same_pairs():
+def test_users_of_few_labels_do_not_all_hold_the_same_pairs():
     allocation = allocate(
         "uniform", TARGETS, num_users=200, num_silos=1, rng=rng(), labels_per_user=2
     )

@@ -33,7 +33,7 @@ def records_of(owners, users):
     main_share=st.sampled_from([0.5, 0.8, 1.0]),
     seed=st.integers(0, 2**32),
 )
-def test_given_silos_keep_their_records_and_users_have_enough_where_they_have_any(
+def test_given_silos_keep_their_records_and_users_have_enough_or_none(
     distribution, sizes, users, at_least, main_share, seed
 ):
     owners = allocate_within(

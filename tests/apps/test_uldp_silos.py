@@ -42,7 +42,7 @@ def test_every_example_lies_in_one_silo_whatever_the_distribution(name, distribu
     assert held.sum() == sum(len(silo.train) for silo in silos)
 
 
-def test_a_silo_that_loads_alone_finds_the_same_as_the_others_from_the_seed():
+def test_a_silo_that_loads_alone_derives_the_same_from_the_seed():
     one, again, other = (load_silos("digits", seed=seed) for seed in (1, 1, 2))
     assert all(torch.equal(a.owners, b.owners) for a, b in zip(one, again, strict=True))
     assert all(

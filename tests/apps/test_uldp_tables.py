@@ -192,7 +192,7 @@ def test_files_of_something_else_are_refused_by_name(tmp_path):
     ],
     ids=["creditcard", "tcga"],
 )
-def test_classes_other_than_0_and_1_and_cells_that_are_no_finite_numbers_are_refused(
+def test_classes_besides_0_and_1_and_infinite_cells_are_refused(
     file, column, read, value, said, tmp_path
 ):
     write_creditcard(tmp_path / "creditcard", pool=False)

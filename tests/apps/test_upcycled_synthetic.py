@@ -63,7 +63,7 @@ def test_shapes_types_and_sizes_are_those_of_table_2(kind):
 
 
 @pytest.mark.parametrize("kind", grid(kinds(), {"iid", "0-0"}.__contains__))
-def test_sizes_have_the_mean_and_deviation_of_table_2_in_nearly_every_draw(kind):
+def test_sizes_match_the_mean_and_deviation_of_table_2(kind):
     samples, _, deviation = TABLE[kind]
     draws = np.stack([device_sizes(kind, rng=rng(seed)) for seed in range(200)])
     assert set(draws.sum(axis=1)) == {samples}
@@ -82,7 +82,7 @@ def test_any_number_of_devices_keeps_the_mean_size(kind, count, seed):
 
 
 @pytest.mark.parametrize("kind", kinds())
-def test_within_a_device_features_are_uncorrelated_with_variances_j_to_the_minus_1_2(kind):
+def test_a_devices_features_are_uncorrelated_with_variances_j_to_minus_1_2(kind):
     devices = generate(kind, rng=rng(), num_devices=150)
     centred = [data.train.features - data.train.features.mean(dim=0) for data in devices]
     covariance = np.cov(torch.cat(centred).numpy().T)
@@ -92,7 +92,7 @@ def test_within_a_device_features_are_uncorrelated_with_variances_j_to_the_minus
     assert np.abs(correlation - np.eye(20)).max() < 0.03
 
 
-def test_devices_centre_at_zero_in_iid_and_at_normal_points_with_variance_1_plus_gamma_elsewhere():
+def test_iid_devices_centre_at_zero_and_others_at_normal_points():
     assert np.abs(means("iid")[:, -1]).max() < 0.15
     for kind, gamma in (("0-0", 0.0), ("0.5-0.5", 0.5), ("1-1", 1.0)):
         centres = means(kind)
@@ -112,7 +112,7 @@ def test_label_shares_differ_more_among_devices_that_do_not_share_one_classifier
     assert min(distances[1:]) > 0.5
 
 
-def test_one_linear_classifier_labels_every_iid_device_but_not_those_of_0_0():
+def test_one_linear_classifier_fits_every_iid_device_but_not_0_0():
     def fit(devices):
         return (
             LogisticRegression(C=100, max_iter=500)

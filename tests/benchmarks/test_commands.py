@@ -19,7 +19,7 @@ CONTENDERS = {"benchmarks.speed.ours"}
 """Modules that pages start by themselves: contenders of an experiment."""
 
 
-def test_every_experiment_is_a_module_that_runs_and_says_in_a_line_what_it_measures():
+def test_every_experiment_runs_and_describes_its_measurement_in_one_line():
     for module in command.EXPERIMENTS.values():
         assert "def main(" in command.path_of(module).read_text(encoding="utf-8")
         assert len(command.purpose(module)) > 20

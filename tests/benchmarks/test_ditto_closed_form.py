@@ -27,7 +27,7 @@ def test_the_coefficients_of_equation_16_are_the_bound(basis):
     assert seen > 10
 
 
-def test_the_coefficients_for_equal_rates_are_the_bound_and_the_printed_last_one_is_not():
+def test_coefficients_for_equal_rates_match_the_bound_except_the_last_printed():
     b, T = equal_rates(), np.arange(300)
     np.testing.assert_allclose(by_coefficients(b, T), b.after(T), rtol=1e-10)
     c, a = coefficients(b), b.personal_rate
@@ -42,7 +42,7 @@ def test_the_coefficients_for_equal_rates_are_the_bound_and_the_printed_last_one
 
 
 @pytest.mark.parametrize("basis", BASES)
-def test_the_line_is_below_the_bound_and_no_best_rounds_lie_above_the_search_limit(basis):
+def test_the_line_is_below_the_bound_and_the_search_limit_suffices(basis):
     rng, T, inner = np.random.default_rng(3), np.arange(2001), 0
     for _ in range(150):
         b = random_bound(rng, basis)
@@ -60,7 +60,7 @@ def test_the_line_is_below_the_bound_and_no_best_rounds_lie_above_the_search_lim
     assert inner > 10
 
 
-def test_the_line_holds_for_equal_rates_too_where_the_printed_one_bounds_no_search():
+def test_the_line_holds_for_equal_rates_where_the_printed_line_fails():
     for changes in ({}, {"initial_gap": 0.0}, {"residual": 2.0}, {"noise": 1.0}):
         b, T = equal_rates(**changes), np.arange(5000)
         intercept, slope = line_below(b)

@@ -78,9 +78,7 @@ def run_command(capsys, output, *, only, **options):
     return ended.value.code, printed[-1], written
 
 
-def test_parts_that_fail_or_are_not_kept_lose_no_other_and_are_named_last(
-    monkeypatch, capsys, tmp_path
-):
+def test_parts_that_fail_are_named_last_and_lose_no_others(monkeypatch, capsys, tmp_path):
     noise, wire = command.noise, command.wire
     # As few rounds as --quick takes, which has no part of processes.
     monkeypatch.setattr(command, "noise", lambda rounds, seed: noise(12, seed=seed))

@@ -21,13 +21,13 @@ def test_an_override_has_the_type_of_the_default_of_its_app():
 @pytest.mark.parametrize(
     ("text", "error"), [("client=10", "'client': expected one of"), ("clients=ten", "clients:")]
 )
-def test_an_override_that_the_app_cannot_read_is_an_error_of_the_command(text, error, capsys):
+def test_an_override_that_the_app_cannot_read_fails_the_command(text, error, capsys):
     with pytest.raises(SystemExit):
         overrides_of(parser_of("dp2-fedsam", None), "dp2-fedsam", [text])
     assert error in capsys.readouterr().err
 
 
-def test_a_search_takes_the_best_mean_score_and_never_a_run_that_diverged(tmp_path, monkeypatch):
+def test_a_search_takes_the_best_mean_score_without_diverged_runs(tmp_path, monkeypatch):
     """The runs are numbers: only their scores are tested."""
     scores = {
         ("a", 0.1): [1.0, 2.0],

@@ -40,7 +40,7 @@ def named(path, words):
     ],
     ids=["alone-TERM", "workers-TERM", "ray-INT", "deploy-TERM"],
 )
-def test_a_signal_ends_a_run_with_a_report_and_the_command_that_brings_it_to_its_end(
+def test_a_signal_ends_a_run_with_a_report_and_a_resume_command(
     number, words, command, tmp_path, forked_runs
 ):
     path = tmp_path / "run"
@@ -89,9 +89,7 @@ def test_a_signal_ends_a_run_with_a_report_and_the_command_that_brings_it_to_its
     ],
     ids=["workers", "ray", "deploy"],
 )
-def test_a_killed_command_takes_its_run_with_it_and_the_run_can_be_resumed(
-    words, command, tmp_path
-):
+def test_a_killed_command_ends_its_run_which_can_be_resumed(words, command, tmp_path):
     path = tmp_path / "run"
     start = [words[0], str(DP2_FEDSAM.folder), *words[1:]]
     forever = [*start, *FOREVER, *named(path, words)]

@@ -123,7 +123,7 @@ def test_the_head_alone_is_personal_under_dp2_fedsam(finished, tmp_path):
     assert beside["parameters"]["shared"]
 
 
-def test_the_shared_model_is_the_runs_own_and_carries_what_its_models_promise(finished, tmp_path):
+def test_the_exported_shared_model_is_the_runs_with_its_guarantees(finished, tmp_path):
     run = finished(DP2_FEDSAM)
     file = tmp_path / "shared.safetensors"
     assert call(run.path, "--output", file).exit_code == 0  # works without an app
@@ -140,7 +140,7 @@ def test_the_shared_model_is_the_runs_own_and_carries_what_its_models_promise(fi
         assert stream.metadata() == {"run": run.id, "frozen": ""}
 
 
-def test_where_only_uploads_are_spoken_of_the_shared_model_follows_from_them(finished, tmp_path):
+def test_if_all_guarantees_are_of_uploads_the_shared_model_carries_them(finished, tmp_path):
     run = finished(DP_DITTO)
     _, beside = exported(DP_DITTO, run, tmp_path)
     assert len(beside["guarantees"]) == len(run.guarantees()) > 0
@@ -155,7 +155,7 @@ def test_a_run_without_privacy_promises_nothing_of_any_file(finished, tmp_path):
         assert "no ε covers anybody's records" in beside["statements"][-1]
 
 
-def test_a_client_that_uses_the_shared_model_is_told_so(finished, tmp_path):
+def test_a_client_that_uses_the_shared_model_is_informed(finished, tmp_path):
     run = finished(DP2_FEDSAM, method="dp-fedavg")
     params, beside = exported(DP2_FEDSAM, run, tmp_path, "--client", 1)
     shared = load_file(run.path / "model.safetensors")
@@ -164,9 +164,7 @@ def test_a_client_that_uses_the_shared_model_is_told_so(finished, tmp_path):
     assert beside["parameters"]["personal"] == []
 
 
-def test_a_client_that_was_never_drawn_has_an_initial_head_and_that_stays_its_secret(
-    finished, tmp_path
-):
+def test_a_client_never_drawn_has_an_initial_secret_head(finished, tmp_path):
     few = replace(
         DP2_FEDSAM,
         small={
@@ -189,7 +187,7 @@ def test_a_client_that_was_never_drawn_has_an_initial_head_and_that_stays_its_se
     assert f"whether and when client {client} took part" in beside["statements"][1]
 
 
-def test_a_lost_memory_is_not_taken_for_that_of_a_client_who_never_took_part(finished, tmp_path):
+def test_a_lost_memory_does_not_count_as_never_drawn(finished, tmp_path):
     path = shutil.copytree(finished(DP2_FEDSAM).path, tmp_path / "moved")
     arguments = (path, "--app", DP2_FEDSAM.folder, "--client", 1, "--output")
     assert call(*arguments, tmp_path / "moved.safetensors").exit_code == 0

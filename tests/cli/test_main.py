@@ -122,7 +122,7 @@ def test_calibrate_turns_epsilon_and_noise_into_the_most_that_is_allowed(given, 
 OF_A_USER = ["--sampling-rate", "0.05", "--rounds", "50", "--delta", "1e-5", "--unit", "user"]
 
 
-def test_calibrate_for_a_user_rounds_lemma_9_up_and_its_noise_meets_the_target():
+def test_calibrating_for_a_user_rounds_lemma_9_up_and_meets_the_target():
     facts = ["--population", "100", *OF_A_USER, "--group-size", "5"]
     answer = json.loads(call("calibrate", *facts, "--epsilon", "2", "--json").output)
     assert answer["unit"] == "user"
@@ -222,7 +222,7 @@ def test_report_of_something_else_exits_with_2(tmp_path):
         lambda case: case[1] == ("\xff\n" if case[0].endswith(".jsonl") else "{}"),
     ),
 )
-def test_report_of_a_run_with_a_damaged_file_names_the_file_in_one_line(tmp_path, file, rest):
+def test_a_report_of_a_damaged_run_names_the_file_in_one_line(tmp_path, file, rest):
     run = finished(tmp_path / "run")
     (run.path / file).write_bytes(f"{rest}\n".encode("latin-1"))
     done = call("report", str(run.path))
@@ -366,7 +366,7 @@ def test_report_of_a_ledger_that_was_changed_exits_with_1(tmp_path):
     assert "line 3 was changed" in done.output
 
 
-def test_who_sees_uploads_is_accounted_without_amplification():
+def test_an_adversary_that_sees_uploads_is_accounted_without_amplification():
     rows = json.loads(call("calibrate", *FACTS, "--noise-multiplier", "3.4309", "--json").output)
     epsilon = {row["calibrated by"]: row["epsilon"] for row in rows["rows"]}
     assert epsilon["cohorts known"] == pytest.approx(7.122, abs=1e-3)
@@ -494,7 +494,7 @@ def test_an_app_whose_project_cannot_be_read_is_named(tmp_path):
     assert "pyproject.toml is not valid TOML" in unboxed(done.output)
 
 
-def test_ledger_shows_what_a_population_spent_what_is_left_and_what_no_epsilon_covers(tmp_path):
+def test_ledger_shows_what_is_spent_what_is_left_and_what_lacks_epsilon(tmp_path):
     path = tmp_path / "people.jsonl"
     for name, epsilon in (("first", 0.5), ("second", 0.75)):
         new = Charge(
@@ -525,7 +525,7 @@ def test_ledger_shows_what_a_population_spent_what_is_left_and_what_no_epsilon_c
     assert "ε = inf" in call("ledger", str(path), "--delta", "1e-5").output
 
 
-def test_ledger_refuses_a_broken_account_a_missing_one_and_that_of_a_run(tmp_path):
+def test_ledger_refuses_a_broken_or_missing_account_or_that_of_a_run(tmp_path):
     own = tmp_path / "own.jsonl"
     run = finished(tmp_path / "run")
     own.write_bytes(run.ledger_path.read_bytes())
@@ -541,7 +541,7 @@ def test_ledger_refuses_a_broken_account_a_missing_one_and_that_of_a_run(tmp_pat
 
 
 @pytest.mark.parametrize(("command", "distribution"), main.PLUGINS.items())
-def test_a_command_of_a_plugin_that_is_not_installed_says_what_to_install(
+def test_a_command_of_a_missing_plugin_names_the_package_to_install(
     command, distribution, monkeypatch
 ):
     monkeypatch.setenv("FLOWER_EXT_PLUGINS", "none")

@@ -65,7 +65,7 @@ def test_a_mistake_in_a_setting_ends_the_run_with_one_line(
 
 
 @pytest.mark.full
-def test_a_full_disk_is_said_in_one_line_and_the_run_goes_on_once_there_is_room(tmp_path):
+def test_a_full_disk_gives_one_line_and_the_run_resumes_with_room(tmp_path):
     path = tmp_path / "run"
     start = [
         "--in-process",

@@ -36,7 +36,7 @@ def test_the_apps_of_the_checkout_are_those_that_new_knows():
 
 
 @pytest.mark.parametrize(("asked", "code"), [([], 0), (["dp3-fedsam", "mine"], 2)])
-def test_where_no_app_is_named_that_exists_each_is_listed_in_a_line(asked, code, tmp_path):
+def test_without_an_existing_app_name_each_app_is_listed(asked, code, tmp_path):
     asked = [*asked[:1], *(tmp_path / name for name in asked[1:])]
     done = call(*asked)
     assert done.exit_code == code
@@ -66,7 +66,7 @@ def test_the_copy_has_the_users_name_and_the_settings_of_the_app(template, tmp_p
 
 
 @every_app
-def test_nothing_in_the_copy_speaks_of_the_place_where_the_app_was(template, tmp_path):
+def test_the_copy_does_not_mention_the_place_of_the_app(template, tmp_path):
     made = tmp_path / "my-app"
     copy(template, made)
     was = next(path.parent.name for path in template.glob("*/client_app.py"))

@@ -76,7 +76,7 @@ def test_any_folder_s_name_reaches_flower_as_it_is(monkeypatch, tmp_path):
     assert Path(tomllib.loads(f"path = {given}")["path"]).parent == folder
 
 
-def test_a_number_of_clients_is_the_value_of_the_setting_that_the_app_has_for_it(tmp_path):
+def test_a_number_of_clients_sets_the_apps_setting_for_it(tmp_path):
     folders = (DP2_FEDSAM.folder, ULDP_FL.folder)
     given = [prepared(each, runs=tmp_path, clients=7, in_process=True).config for each in folders]
     assert [(one.get("clients"), one.get("num-silos")) for one in given] == [(7, None), (None, 7)]
@@ -94,9 +94,7 @@ def test_a_simulation_has_no_more_nodes_than_cores_and_says_so(
     assert f"Ray: {nodes} nodes with {clients // nodes} clients each" in capsys.readouterr().out
 
 
-def test_the_nodes_of_a_superlink_and_of_those_who_say_so_are_one_client_each(
-    monkeypatch, tmp_path
-):
+def test_nodes_of_a_superlink_are_one_client_each(monkeypatch, tmp_path):
     far = overrides(runs=tmp_path, superlink="far")
     assert "clients-per-node" not in far
     own = overrides(runs=tmp_path, settings=["clients-per-node=1"])
@@ -122,9 +120,7 @@ PLACES = {"run-directory": "out", "data-folder": "~/data", "state-folder": "memo
 GIVEN = [f"{name}={path}" for name, path in PLACES.items()]
 
 
-def test_paths_mean_the_same_place_wherever_the_processes_of_this_machine_were_started(
-    monkeypatch, tmp_path
-):
+def test_paths_mean_the_same_place_wherever_local_processes_start(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     config = overrides(settings=GIVEN)
     expected = [tmp_path / "out", Path.home() / "data", tmp_path / "memory"]
@@ -147,14 +143,14 @@ def test_a_superlink_elsewhere_is_sent_no_path_from_here(name):
 
 
 @pytest.mark.parametrize("path", ["/out", "~/out"])
-def test_a_superlink_elsewhere_is_sent_its_own_paths_as_they_are(path, monkeypatch):
+def test_a_remote_superlink_gets_its_paths_unchanged(path, monkeypatch):
     settings = [f"run-directory={path}", "data-folder=data"]
     config = overrides(superlink="far", settings=settings)
     assert json.loads(config["run-directory"]) == path
     assert json.loads(config["data-folder"]) == "data"
 
 
-def test_a_run_that_was_moved_goes_on_with_the_memory_in_it(monkeypatch, tmp_path):
+def test_a_moved_run_resumes_with_the_memory_in_it(monkeypatch, tmp_path):
     first, moved = tmp_path / "first", tmp_path / "moved"
     kept = {"run-directory": str(first), "state-folder": str(first / "state")}
     RunWriter.create(first, kept).close()
@@ -164,7 +160,7 @@ def test_a_run_that_was_moved_goes_on_with_the_memory_in_it(monkeypatch, tmp_pat
     assert json.loads(config["state-folder"]) == str(moved / "state")
 
 
-def test_a_superlink_elsewhere_gets_no_path_of_the_caller_that_was_not_named(monkeypatch, tmp_path):
+def test_a_remote_superlink_gets_only_the_callers_named_paths(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLOWER_EXT_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("FLOWER_EXT_RUNS", str(tmp_path / "runs"))

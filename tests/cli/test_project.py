@@ -36,9 +36,7 @@ except SystemExit as end:
 
 
 @pytest.mark.parametrize(("setting", "message"), REFUSED.items(), ids=REFUSED)
-def test_a_value_that_a_setting_cannot_have_is_refused_even_if_the_method_ignores_it(
-    setting, message
-):
+def test_an_impossible_value_is_refused_even_if_the_method_ignores_it(setting, message):
     with pytest.raises(InvalidValue, match=message):
         checked_settings(APPS / "dp2-fedsam", ["method=fedavg", setting])
 

@@ -95,9 +95,7 @@ def test_a_broken_idx_file_is_refused(tmp_path, offline):
         load("mnist", tmp_path)
 
 
-def test_a_data_set_in_its_subfolder_is_taken_before_files_of_the_same_names_above(
-    tmp_path, offline
-):
+def test_a_data_set_in_its_subfolder_comes_before_files_above(tmp_path, offline):
     small_mnist(tmp_path)
     small_mnist(tmp_path / "FashionMNIST" / "raw")
     for part, count in (("train", 20), ("t10k", 10)):
@@ -147,7 +145,7 @@ def test_images_or_labels_that_do_not_fit_the_data_set_are_refused(tmp_path, off
         load("mnist", tmp_path)
 
 
-def test_labels_belong_to_the_images_of_their_own_part_one_for_each(tmp_path, offline):
+def test_labels_belong_to_the_images_of_their_part_one_each(tmp_path, offline):
     small_mnist(tmp_path)
     for part, count in (("train", 21), ("t10k", 9)):
         write_idx(tmp_path / f"{part}-labels-idx1-ubyte.gz", np.zeros(count, np.uint8))
@@ -201,7 +199,7 @@ def test_letters_of_the_file_are_read_bit_for_bit(where, tmp_path, offline):
 
 
 @pytest.mark.skipif(not (REAL / LETTERS).is_file(), reason="needs the real letters")
-def test_the_real_letters_are_ink_on_black_with_a_thousand_of_each_class():
+def test_the_real_letters_are_ink_on_black_a_thousand_per_class():
     real = load("letters", REAL)
     assert real.features.shape == (10_000, 1, 28, 28)
     assert real.targets.bincount().tolist() == [1_000] * 10

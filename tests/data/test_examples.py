@@ -71,7 +71,7 @@ def test_neither_part_of_a_clients_data_can_be_exchanged():
 
 
 @pytest.mark.parametrize("indices", [np.array([True, False, True, False, False]), [1.7]])
-def test_indices_that_are_no_integers_are_refused_rather_than_read_as_rows_0_and_1(indices):
+def test_indices_that_are_not_integers_are_refused(indices):
     with pytest.raises(TypeError, match=r"expected integers"):
         examples().subset(indices)
 
@@ -116,7 +116,7 @@ def test_rows_of_a_tree_stay_together():
     assert counts == {0: 1, 4: 2}
 
 
-def test_form_is_of_plain_tensors_as_it_was_and_of_trees_by_name():
+def test_form_of_plain_tensors_is_unchanged_and_trees_are_by_name():
     x, y = torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)
     assert Examples(x, y).row_type == ((x.shape[1:], x.dtype), (y.shape[1:], y.dtype))
     assert Examples({"a": x, "b": y}, y).row_type == Examples({"b": y, "a": x}, y).row_type
@@ -145,7 +145,7 @@ def test_scaling_puts_every_record_in_the_unit_ball_in_its_direction(seed, lengt
     assert torch.equal(twice.train.features, scaled)
 
 
-def test_records_in_the_unit_ball_keep_every_bit_and_images_are_scaled_as_a_whole():
+def test_records_in_the_unit_ball_stay_and_images_scale_as_a_whole():
     inside = Examples(torch.tensor([[0.3, -0.7], [0.0, 0.0], [1.0, 0.0]]), torch.zeros(3))
     (data,) = within_unit_ball([ClientData(train=inside, test=inside)])
     assert torch.equal(data.train.features, inside.features)

@@ -25,7 +25,7 @@ def test_users_keep_as_many_records_as_the_limit_allows_and_no_more(silos, users
     np.testing.assert_array_equal(limits.sum(axis=0), np.minimum(held.sum(axis=0), k))
 
 
-def test_which_records_are_kept_is_fair_over_silos_and_repeats_with_the_generator():
+def test_keeping_records_is_fair_over_silos_and_repeats_with_the_generator():
     held = np.array([[30], [10]])
     drawn = [limit_contributions(held, 4, rng(seed))[:, 0] for seed in range(2_000)]
     np.testing.assert_allclose(np.mean(drawn, axis=0), [3, 1], atol=0.1)
@@ -45,7 +45,7 @@ def test_which_records_of_a_user_are_kept_depends_on_nobody_else(seed, k):
     np.testing.assert_array_equal(limits[:, others], without[:, others])
 
 
-def test_group_sizes_are_numbers_the_most_or_the_median_of_those_who_own_something():
+def test_group_sizes_are_numbers_the_maximum_or_the_median_of_owners():
     histogram = np.array([[3, 0, 1, 0], [2, 0, 1, 8]])
     assert group_size(histogram, "max") == 8
     assert group_size(histogram, "median") == 5

@@ -35,9 +35,7 @@ def run(block: Block, namespace: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("page", WITH_BLOCKS)
-def test_the_blocks_of_a_page_run_in_their_order_and_print_what_it_says(
-    page, tmp_path, monkeypatch
-):
+def test_a_pages_blocks_run_in_order_and_print_what_it_says(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     module = ModuleType("page")  # dataclasses look their module up
@@ -80,7 +78,7 @@ def of(*beginnings: str) -> list[tuple[Block, list[str]]]:
     return [(block, shlex.split(c)) for block, c in bare if c.split(" ")[0].endswith(beginnings)]
 
 
-def test_every_command_of_ours_exists_and_has_the_options_that_pages_give_it():
+def test_every_command_on_a_page_exists_with_its_options():
     found = of("flower-ext")
     modules = cli.command_modules()
     assert len(found) > 40

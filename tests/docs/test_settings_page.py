@@ -19,7 +19,7 @@ def module():
     return loaded
 
 
-def test_the_hook_adds_every_setting_of_every_app_to_its_page_and_nothing_to_another():
+def test_the_hook_adds_every_apps_settings_to_its_page_only():
     built = module()
 
     def page_of(name):
@@ -36,7 +36,7 @@ def test_the_hook_adds_every_setting_of_every_app_to_its_page_and_nothing_to_ano
     assert {name for name in names if text.count(f"| `{name}` |") != 1} == set()
 
 
-def test_a_setting_of_several_apps_is_described_once_and_what_differs_with_the_apps():
+def test_a_setting_of_several_apps_is_described_once_with_differences():
     first, second = ("one | two", "first [of some]"), ("one | two", "2nd [of some]")
     rows = {
         "a": {"x": ("one", *first), "z": ("no", "true | false", "on")},

@@ -63,7 +63,7 @@ def test_the_answer_is_a_program_that_runs_every_day(question):
 
 
 @pytest.mark.parametrize("question", list(QUESTIONS)[:5])
-def test_the_page_that_chooses_names_the_situation_and_what_epsilon_means_in_it(question):
+def test_the_page_of_choices_names_situations_and_what_epsilon_means_there(question):
     path, _ = QUESTIONS[question]
     text = (DOCS / CHOOSE).read_text(encoding="utf-8").partition("## Five situations")[2]
     situation = next(part for part in text.split("\n### ") if f"]({path[-1]}" in part)

@@ -33,7 +33,7 @@ def grid_of(clients=CLIENTS):
 
 
 @pytest.mark.parametrize("every", [0, 2])
-def test_flowers_own_loop_plays_rounds_without_evaluation(every):
+def test_flowers_loop_runs_rounds_without_evaluation(every):
     strategy = strategy_of(evaluate_every=every)
     result = Strategy.start(strategy, grid_of(), initial(), num_rounds=3)
     assert strategy.participations.rounds == 3

@@ -152,7 +152,7 @@ def our_app() -> ClientApp:
 
 
 @pytest.mark.parametrize("sampling", [FullParticipation(CLIENTS), PoissonSampling(CLIENTS, 0.6)])
-def test_a_foreign_app_behind_the_mod_sends_bit_for_bit_what_our_client_side_sends(sampling):
+def test_a_foreign_app_with_the_mod_sends_our_client_sides_exact_bits(sampling):
     seeded = {"plan": plan(sampling=sampling), "seed": 5, "seeded_noise": True, "evaluate_every": 0}
     foreign, _, _ = run(foreign_app(), strategy_of(DPFedAvg, **seeded))
     ours, _, _ = run(our_app(), strategy_of(Ours, **seeded))
@@ -173,14 +173,14 @@ def test_nothing_but_the_noised_update_leaves_the_client():
         assert set(reply.content[records.UPDATE]) == set(START)
 
 
-def test_the_run_is_accounted_as_with_our_own_clients():
+def test_the_run_is_accounted_as_with_clients_of_this_package():
     _, foreign, _ = run(foreign_app())
     _, ours, _ = run(our_app(), FederatedStrategy(Ours(), plan(), evaluate_every=0))
     assert [g.to_dict() for g in foreign.guarantees()] == [g.to_dict() for g in ours.guarantees()]
     assert all(np.isfinite(g.epsilon) for g in foreign.guarantees() if g.basis == "provable")
 
 
-def test_what_a_foreign_app_remembers_is_assumed_where_cohorts_have_a_fixed_size():
+def test_a_foreign_apps_memory_is_an_assumption_for_fixed_cohort_sizes():
     _, strategy, _ = run(
         foreign_app(),
         FederatedStrategy(
@@ -191,7 +191,7 @@ def test_what_a_foreign_app_remembers_is_assumed_where_cohorts_have_a_fixed_size
     assert any("ClientApp of somebody else" in text for text in models.assumptions)
 
 
-def test_every_round_has_fresh_secure_noise_unless_the_server_asks_for_a_seed():
+def test_every_round_has_fresh_secure_noise_unless_the_server_sends_a_seed():
     first, second = (run(foreign_app())[0].arrays["w"].numpy() for _ in range(2))
     assert not np.array_equal(first, second)
 
@@ -213,7 +213,7 @@ ADAPTIVE = AdaptiveClipping(initial=0.5, bit_noise=0.9)
 
 
 @pytest.mark.parametrize("norm", [0.5, ADAPTIVE], ids=["fixed", "adaptive"])
-def test_a_foreign_app_joins_a_secure_sum_and_gives_the_model_that_our_client_side_gives(norm):
+def test_a_foreign_app_in_a_secure_sum_gives_our_client_sides_model(norm):
     planned = plan(noise_placement=SUMS, clipping_norm=norm)
     seeded = {"plan": planned, "seed": 5, "seeded_noise": True, "evaluate_every": 0}
     foreign, strategy, grid = run(foreign_app(), strategy_of(DPFedAvg, **seeded))
@@ -263,7 +263,7 @@ def test_queries_under_noise_are_refused_before_any_client_trains():
     assert trained == []
 
 
-def test_an_app_that_answers_anything_at_all_is_not_taken_for_one_with_the_mod():
+def test_an_app_that_answers_anything_is_not_taken_for_one_with_mod():
     app = ClientApp()
 
     @app.train()
@@ -274,7 +274,7 @@ def test_an_app_that_answers_anything_at_all_is_not_taken_for_one_with_the_mod()
         run(app)
 
 
-def test_a_mod_for_one_record_or_none_is_not_taken_for_one_of_client_level_privacy():
+def test_a_mod_for_records_or_nothing_does_not_count_as_client_level():
     perturbation = OutputPerturbation(clipping_norm=1.0, noise_stddev=1.0)
     record_level = PerturbationPlan(
         sampling=FullParticipation(CLIENTS), perturbation=perturbation, delta=1e-5
@@ -284,7 +284,7 @@ def test_a_mod_for_one_record_or_none_is_not_taken_for_one_of_client_level_priva
     assert "client_level_dp_mod" not in str(error.value)
 
 
-def test_in_a_simulation_one_node_is_asked_for_a_mod_that_is_not_there():
+def test_a_simulation_asks_one_node_for_a_mod_that_is_missing():
     grid = Recorder(foreign_app(mods=[]), num_clients=CLIENTS)
     with pytest.raises(FederationNotReady):
         run(None, grid=grid)
@@ -324,7 +324,7 @@ def with_floor(app, least: float):
 
 
 @pytest.mark.parametrize("placement", ["client", "server"])
-def test_the_floor_of_a_nodes_owner_holds_and_the_server_is_told_why(placement):
+def test_the_owners_least_noise_holds_and_the_server_learns_why(placement):
     strategy = FederatedStrategy(DPFedAvg(), plan(noise_placement=placement), evaluate_every=0)
     with pytest.raises(FederationNotReady, match="least-noise-multiplier=0.6"):
         run(None, strategy, grid=with_floor(foreign_app(), 0.6))  # σ/√4 = 0.5
@@ -349,7 +349,7 @@ def test_a_node_that_requires_secure_sums_answers_nothing_by_the_mod():
     assert all("require-secure-sum" in reply.error.reason for reply in replies)
 
 
-def test_a_node_that_requires_secure_sums_joins_them_and_trains_in_no_rehearsal():
+def test_a_node_that_requires_secure_sums_trains_in_no_rehearsal():
     rounds = []
 
     def train(received, partition):
@@ -407,7 +407,7 @@ def test_the_mod_fails_closed_before_a_server_that_asks_for_no_protection():
     assert result.arrays is None or not result.train_metrics_clientapp
 
 
-def test_the_app_sees_what_flowers_own_strategies_send():
+def test_the_app_sees_what_flowers_strategies_send():
     seen = []
     app = ClientApp(mods=[client_level_dp_mod()])
 
@@ -425,7 +425,7 @@ def test_the_app_sees_what_flowers_own_strategies_send():
     assert strategy.refusals == []
 
 
-def test_personal_layers_stay_on_the_client_though_the_app_returns_its_whole_model():
+def test_personal_layers_stay_on_the_client_though_the_app_returns_them():
     """Examples are BatchNorm's statistics and counters, which the server refuses to share."""
 
     def train(received, partition):
@@ -474,7 +474,7 @@ def mods_of(before=(), after=()):
     return [*before, client_level_dp_mod(allow_seeded_noise=True), *after]
 
 
-def test_mods_after_ours_see_a_plain_app_and_one_before_may_read_the_settings():
+def test_mods_after_ours_see_a_plain_app_and_earlier_mods_the_settings():
     for mods in (mods_of(after=[reads_round, reads_metrics]), mods_of(before=[reads_round])):
         _, strategy, _ = run(foreign_app(mods=mods))
         assert strategy.refusals == []
@@ -482,7 +482,7 @@ def test_mods_after_ours_see_a_plain_app_and_one_before_may_read_the_settings():
 
 
 @pytest.mark.parametrize("before", [reads_metrics, halves])
-def test_a_mod_before_ours_that_spoils_uploads_ends_the_run_before_privacy_is_spent(before):
+def test_an_earlier_mod_that_spoils_uploads_ends_the_run_without_spend(before):
     strategy = FederatedStrategy(DPFedAvg(), plan(), evaluate_every=0)
     with pytest.raises(FederationNotReady, match=r"with that mod before all others|put .* first"):
         run(foreign_app(mods=mods_of(before=[before])), strategy)
@@ -545,7 +545,7 @@ def odd_app(name: str) -> ClientApp:
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_one_odd_client_sends_what_one_sends_that_learned_nothing_and_others_as_ever(name):
+def test_an_odd_client_sends_an_unlearned_update_and_changes_no_other(name):
     def uploads(app):
         grid = Recorder(app, num_clients=CLIENTS)
         strategy = FederatedStrategy(
@@ -593,7 +593,7 @@ def update_of(reply: Message):
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
-def test_floating_point_arrays_are_clipped_as_one_vector_in_their_own_precision(dtype):
+def test_floating_point_arrays_are_clipped_as_one_vector_in_their_precision(dtype):
     model = {"w": np.zeros(144, dtype), "t": np.array(0.0, dtype)}
     returned = {"w": np.full(144, 1.0, dtype), "t": np.array(5.0, dtype)}
     update = update_of(ask(model, returned))
@@ -603,7 +603,7 @@ def test_floating_point_arrays_are_clipped_as_one_vector_in_their_own_precision(
     np.testing.assert_allclose(update["w"], np.full(144, 1 / 13), rtol=2e-3)
 
 
-def test_half_precision_is_refused_by_name_before_any_training_also_beside_other_types():
+def test_half_precision_is_refused_by_name_before_training_even_among_others():
     model = {"v": np.zeros(2, np.float32), "w": np.zeros(4, np.float16)}
     reply = ask(model, model)
     assert reply.has_error()
@@ -611,7 +611,7 @@ def test_half_precision_is_refused_by_name_before_any_training_also_beside_other
     assert "expected float32 or float64" in reply.error.reason
 
 
-def test_an_update_of_zeros_is_noise_of_the_share_that_was_asked_for():
+def test_an_update_of_zeros_is_noise_of_the_requested_share():
     model = {"w": np.zeros(20_000, np.float32)}
     update = update_of(ask(model, model, ClipAndNoise(clipping_norm=1.0, noise_stddev=0.7)))
     assert update["w"].std() == pytest.approx(0.7, rel=0.03)
@@ -636,7 +636,7 @@ def test_a_difference_that_overflows_counts_as_none():
     assert np.abs(update["w"]).max() < 1e-4
 
 
-def test_the_norm_before_clipping_is_told_where_the_server_asks_for_diagnostics():
+def test_the_norm_before_clipping_is_sent_if_diagnostics_are_requested():
     model = {"w": np.zeros(4, np.float32), "n": np.array(0)}
     reply = ask(model, {"w": np.full(4, 2.0, np.float32), "n": np.array(9)}, diagnostics=True)
     assert dict(reply.content["metrics"]) == {"update-norm": 4.0}
@@ -654,7 +654,7 @@ def test_the_norm_before_clipping_is_told_where_the_server_asks_for_diagnostics(
         (TIGHT, {"another": 1.0}, "a known protection"),
     ],
 )
-def test_a_message_that_asks_for_what_the_mod_cannot_do_is_refused_by_name(protection, facts, said):
+def test_a_message_beyond_the_mods_abilities_is_refused_by_name(protection, facts, said):
     model = {"w": np.zeros(3, np.float32)}
     reply = ask(model, model, protection, **facts)
     assert reply.has_error()

@@ -79,7 +79,7 @@ def test_training_is_that_of_the_settings_but_for_changes():
     assert (full.epochs, full.momentum, full.sam_radius) == (1, 0.5, 0.1)
 
 
-def test_a_clipping_norm_that_adapts_begins_at_the_setting_of_a_fixed_one():
+def test_an_adaptive_clipping_norm_starts_at_the_setting_of_a_fixed_norm():
     chosen = {"clipping": "adaptive", "clipping_quantile": 0.3, "clipping_learning_rate": 0.4}
     settings = release(epsilon=2.0, **chosen)
     plan = plan_of(settings)
@@ -160,7 +160,7 @@ def test_noise_is_as_published_where_that_is_asked_for():
     assert plan.noise_multiplier == expected
 
 
-def test_noise_that_is_set_comes_before_epsilon_and_one_of_both_is_needed():
+def test_a_noise_setting_overrides_epsilon_and_one_is_required():
     assert plan_of(release(epsilon=2.0, noise_multiplier=9.0)).noise_multiplier == 9.0
     with pytest.raises(UnfitSetting, match=r"run-config noise-multiplier=0\.0: expected"):
         plan_of(release())
@@ -173,7 +173,7 @@ def test_fields_of_a_plan_that_an_app_decides_come_before_its_settings():
     assert (plan.sampling, plan.rounds, plan.noise_placement) == (users, 2, "server")
 
 
-def test_a_delta_of_zero_is_one_over_the_clients_and_of_no_other_unit():
+def test_a_delta_of_zero_means_one_over_the_clients_only():
     settings = release(noise_multiplier=1.0, delta=0.0)
     assert plan_of(settings).delta == 1 / 20
     with pytest.raises(UnfitSetting, match=r"run-config delta=0\.0"):
@@ -190,7 +190,7 @@ def test_options_are_those_of_the_settings_and_the_task(tmp_path):
     assert run.options.frozen == frozen.fingerprint
 
 
-def test_a_setting_that_an_app_leaves_out_is_what_a_strategy_takes_by_default(tmp_path):
+def test_a_setting_that_an_app_omits_has_the_strategys_default(tmp_path):
     options = started(tmp_path / "run", fedavg).run.options
     default = FederatedStrategy(*fedavg(release())).run.options
     for name in ("seed", "seeded_noise", "evaluate_every", "training_loss", "diagnostics"):
@@ -210,9 +210,7 @@ def test_a_setting_that_an_app_leaves_out_is_what_a_strategy_takes_by_default(tm
         ({"epsilon": 2.0, "noise-multiplier": 0.0, "calibration": "published"}, None, None),
     ],
 )
-def test_a_run_ends_at_its_budget_or_at_the_epsilon_of_its_noise(
-    settings, of_ledger, of_run, tmp_path
-):
+def test_a_run_ends_at_its_budget_or_its_noises_epsilon(settings, of_ledger, of_run, tmp_path):
     spending = started(
         tmp_path / "run", dp_fedavg, **{"noise-multiplier": 1.0, **settings}
     ).run.spending
@@ -222,7 +220,7 @@ def test_a_run_ends_at_its_budget_or_at_the_epsilon_of_its_noise(
     ] == [of_ledger and (of_ledger, 0.01), of_run and (of_run, 0.01)]
 
 
-def test_a_budget_has_the_delta_of_the_plan_if_the_settings_give_none(tmp_path):
+def test_a_budget_takes_the_plans_delta_if_the_settings_have_none(tmp_path):
     settings = {"noise-multiplier": 1.0, "budget": 3.0, "delta": 0.0}
     run = started(tmp_path / "run", dp_fedavg, **settings).run
     assert run.plan.delta == 1 / run.plan.sampling.population
@@ -311,7 +309,7 @@ def test_a_run_has_the_rounds_of_its_settings_or_of_its_planner(tmp_path):
     assert len(planned.metrics()) == planned.config["planned-rounds"] == 1
 
 
-def test_a_resumed_run_goes_as_far_beyond_its_planner_as_its_settings_say(tmp_path):
+def test_a_resumed_run_exceeds_its_planner_only_as_its_settings_say(tmp_path):
     first = start(tmp_path / "run", fedavg, planned=2, resume=True)
     assert len(first.metrics()) == 2
     again = start(tmp_path / "run", fedavg, planned=2, resume=True, rounds=4)
@@ -322,7 +320,7 @@ def dp_fedavg(settings):
     return DPFedAvg(local=configured.training(settings)), plan_of(settings)
 
 
-def test_a_resumed_run_may_not_exceed_the_rounds_of_its_epsilon_and_stays_complete(tmp_path):
+def test_a_resumed_run_stays_within_its_epsilons_rounds_and_stays_complete(tmp_path):
     target = {"resume": True, "epsilon": 2.0}
     before = start(tmp_path / "run", dp_fedavg, **target).metadata
     with pytest.raises(UnfitSetting, match=r"rounds=4 .*at most 3.*epsilon=2.*--set rounds=4"):
@@ -353,7 +351,7 @@ def test_a_wrapped_strategy_leaves_the_outcome_of_its_base(tmp_path):
     assert len(done.client_metrics()) == CLIENTS
 
 
-def test_a_personal_part_that_the_model_lacks_ends_the_run_before_its_first_round(tmp_path):
+def test_a_personal_part_the_model_lacks_ends_the_run_at_once(tmp_path):
     def parts(settings):
         local = configured.training(settings)
         method = DP2FedSAM(head=local, extractor=local, personal=("last",))

@@ -131,7 +131,7 @@ def test_clients_take_turns_and_one_that_fails_has_taken_its_turn():
 
 @pytest.mark.parametrize("noise", [CorrelatedNoise(), CorrelatedNoise(bands=4)])
 @pytest.mark.parametrize("at", ["questions", "answers"])
-def test_a_seeded_run_goes_on_bit_for_bit(tmp_path, noise, at):
+def test_a_seeded_run_continues_bit_for_bit(tmp_path, noise, at):
     options = {"method": DPFedAvg, "local": SGD, "memory": False}
     options["plan"] = plan(SpacedSampling(CLIENTS, 1, 2, 3), 5, noise)
     _, whole = play(tmp_path / "whole", **options)
@@ -146,7 +146,7 @@ def test_a_seeded_run_goes_on_bit_for_bit(tmp_path, noise, at):
     assert not (one / FILE).exists()  # the seed gives it again
 
 
-def test_a_secure_run_counts_what_was_begun_and_goes_on_after_it(tmp_path):
+def test_a_secure_run_counts_what_was_begun_and_continues_after_it(tmp_path):
     options = {"method": DPFedAvg, "local": SGD, "memory": False, "seeded_noise": False}
     options["plan"] = plan(SpacedSampling(CLIENTS, 1, 2, 3), 5, CorrelatedNoise())
     with pytest.raises(Died):
@@ -260,9 +260,7 @@ def test_checkpoints_from_a_backup_make_no_client_take_part_too_early(tmp_path, 
     assert_apart(asked)
 
 
-def test_two_continuations_of_a_copied_run_share_no_noise_and_one_account_counts_both(
-    tmp_path, monkeypatch
-):
+def test_two_continuations_of_a_copied_run_share_no_noise_and_count_twice(tmp_path, monkeypatch):
     noises, add = [], PreparedNoise.add_gaussian
 
     def noting(self, update, stddev, *, grid=None):

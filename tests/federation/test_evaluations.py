@@ -44,7 +44,7 @@ def evaluated(grid):
 
 
 @pytest.mark.parametrize("method", [DPFedAvg, DP2FedSAM])
-def test_the_means_are_those_of_plain_scores_but_for_noise_of_the_size_that_is_told(method):
+def test_the_means_equal_plain_scores_up_to_noise_of_the_stated_size(method):
     noised, plain = scored(method=method), scored(method=method, plan=plan())
     (_, ours), (_, theirs) = run(noised, rounds=2), run(plain, rounds=2)
     assert noised.refusals == []
@@ -84,7 +84,7 @@ def test_scores_are_not_on_the_list_of_what_no_guarantee_covers():
         scored(training_loss=True)
 
 
-def test_the_epsilon_is_that_of_rounds_and_evaluations_and_is_on_the_ledger(tmp_path):
+def test_epsilon_covers_rounds_and_evaluations_and_is_in_the_ledger(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     strategy = scored(ledger=ledger, seeded_noise=False)
     run(strategy, rounds=3)
@@ -154,7 +154,7 @@ def test_an_account_of_a_population_counts_evaluations_too(tmp_path):
 
 
 @pytest.mark.parametrize("stage", ["begin", "keys", "question"])
-def test_where_too_few_take_part_there_are_no_scores_and_the_spend_stays(stage, logged):
+def test_with_too_few_participants_there_are_no_scores_but_a_spend(stage, logged):
     class AtEvaluation(Losing):
         """Loses clients in the stage of an evaluation, not of the training before it."""
 
@@ -242,7 +242,7 @@ def test_a_client_without_test_examples_is_not_counted_and_not_seen():
 @pytest.mark.parametrize(
     "told", grid_of([100.0, -100.0, float("nan"), float("inf")], lambda told: told != -100)
 )
-def test_no_metric_of_one_client_moves_the_sum_by_more_than_its_bound(told):
+def test_no_clients_metric_moves_the_sum_by_more_than_its_bound(told):
     real = task()
     metrics = {"accuracy": lambda outputs, targets: torch.tensor(told)}
     strategy, plain = scored(), scored()
@@ -273,7 +273,7 @@ def test_an_evaluation_that_fails_on_a_clients_data_sends_an_empty_part(monkeypa
 # When it goes on --------------------------------------------------------------------------------
 
 
-def test_an_evaluation_that_was_asked_for_and_never_finished_counts_when_the_run_goes_on(tmp_path):
+def test_an_unfinished_evaluation_counts_when_the_run_resumes(tmp_path):
     run_ = RunWriter.create(tmp_path / "run", {})
     strategy = scored(directory=run_, ledger=run_.open_ledger(), seeded_noise=False)
 

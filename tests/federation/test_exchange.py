@@ -76,7 +76,7 @@ def test_nobody_is_known_before_the_connection_and_everybody_by_partition_after_
     assert len(set(clients.nodes.values())) == CLIENTS
 
 
-def test_nodes_are_asked_who_they_are_once_only():
+def test_nodes_report_their_identity_only_once():
     clients, _ = connected()
     roster = clients.roster
     other = InProcessGrid(client_app(), CLIENTS + 1)  # it would be refused
@@ -86,7 +86,7 @@ def test_nodes_are_asked_who_they_are_once_only():
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
-def test_each_partition_gets_its_own_content_in_a_message_of_the_method_and_round(kind):
+def test_each_partition_gets_its_content_in_the_rounds_message(kind):
     clients, _ = connected()
     contents = {p: {"mine": ConfigRecord({"partition": p})} for p in (3, 1)}
     messages = clients.request(kind, contents, server_round=7).messages
@@ -185,7 +185,7 @@ def test_whoever_answers_first_replies_are_heard_in_the_order_of_partitions():
     assert list(heard) == [(0, 0), (1, 1), (2, 4), (3, 9)]
 
 
-def test_a_reply_is_heard_as_soon_as_those_before_it_are_or_were_refused():
+def test_a_reply_is_read_once_those_before_it_are_read_or_refused():
     clients, grid = connected(client_app(fails=(1,)))
     everyone, come = range(CLIENTS), []
     requests = clients.request("train", {p: {} for p in everyone}, 1)
@@ -208,7 +208,7 @@ def test_nothing_asked_costs_nothing():
     assert set(clients.progress.row.values()) == {0}
 
 
-def test_errors_that_are_expected_stay_out_of_the_log_for_as_long_as_they_are(caplog):
+def test_expected_errors_stay_out_of_the_log_while_expected(caplog):
     log = logging.getLogger("flwr")
     with caplog.at_level(logging.INFO, logger="flwr"):
         with unlogged("no such query", "by the engine"):

@@ -53,7 +53,7 @@ def run(strategy, own: Task):
     return strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=2)
 
 
-def test_only_what_trains_is_sent_and_its_norm_is_that_which_is_clipped():
+def test_only_trained_parts_are_sent_and_their_norm_is_clipped():
     strategy = FederatedStrategy(
         DPFedAvg(local=SGD), plan(), seed=1, evaluate_every=1, frozen=task().fingerprint
     )

@@ -280,7 +280,7 @@ def test_scores_with_anything_wrong_in_them_are_refused(name, what, seed):
 
 @FUZZ
 @given(st.sampled_from(sorted(set(ANSWER) - {"array another type"})), st.integers(0, 2**32))
-def test_an_answer_with_anything_wrong_in_it_ends_the_set_up_by_its_name(what, seed):
+def test_an_answer_with_any_fault_ends_the_set_up_by_name(what, seed):
     rng = np.random.default_rng(seed)
 
     class Tampered(InProcessGrid):
@@ -352,9 +352,7 @@ def asked_of(name):
 @pytest.mark.parametrize("name", METHODS)
 @FUZZ
 @given(data=st.data(), seed=st.integers(0, 2**32))
-def test_a_request_with_anything_wrong_in_it_is_answered_by_an_error_and_forgotten(
-    name, data, seed
-):
+def test_a_request_with_any_fault_gets_an_error_and_is_forgotten(name, data, seed):
     grid, question = asked_of(name)
     mutations = requests(dict(question.content.config_records[records.ROUND]))
     none = "seeded-noise" not in question.content.config_records[records.ROUND]

@@ -105,7 +105,7 @@ def test_sizes_are_whole_numbers_of_examples(size):
         read_metrics(reply(RecordDict({"metrics": MetricRecord({"num-examples": size})})))
 
 
-def test_one_client_cannot_take_a_score_from_all_others_or_add_its_own():
+def test_one_client_cannot_remove_a_score_of_others_or_add_one():
     scores = [{"accuracy": 0.5, "loss": 1.0}, {"accuracy": 0.7, "loss": 2.0}, {"mine": 1.0}]
     summary = Progress().scores(scores)
     assert summary["accuracy_mean"] == pytest.approx(0.6)
@@ -143,7 +143,7 @@ def test_a_clients_text_cannot_steer_a_terminal_or_forge_a_line(error, logged):
 # Who answers what ---------------------------------------------------------------------------------
 
 
-def test_an_upload_of_an_earlier_round_stays_refused_when_it_says_it_is_of_this_one():
+def test_an_old_upload_stays_refused_when_it_claims_the_current_round():
     grid = InProcessGrid(DPFedAvg.client_app(task()), CLIENTS)
     strategy = FederatedStrategy(DPFedAvg(local=FAST), plan())
     kept = list(grid.send_and_receive(strategy.configure_train(1, initial(), ConfigRecord(), grid)))
@@ -200,7 +200,7 @@ def test_a_node_that_does_not_say_its_partition_is_named(change):
         Roster.connect(Identities(change), CLIENTS, timeout=1.0)
 
 
-def test_identities_told_twice_or_by_strangers_change_nothing():
+def test_identities_sent_twice_or_by_strangers_change_nothing():
     def change(replies):
         stranger = copied(replies[0])
         stranger.metadata.__dict__["_src_node_id"] = 3
@@ -259,7 +259,7 @@ def test_replies_for_several_clients_are_of_this_round_and_count_once(relabel):
         {"records": ["9 arrays", "9 arrays"]},
     ],
 )
-def test_a_message_to_several_clients_says_once_and_rightly_for_whom_it_is(facts):
+def test_a_message_to_several_clients_names_its_receivers_once_and_correctly(facts):
     grid = InProcessGrid(DPFedAvg.client_app(task()), 2)
     virtual = VirtualGrid(grid, 2)
     strategy = FederatedStrategy(DPFedAvg(local=FAST), plan())
@@ -282,7 +282,7 @@ def test_a_message_to_several_clients_says_once_and_rightly_for_whom_it_is(facts
     ("bound", "numbers"),
     grid_of([(1.0, 1), (0.5, 200), (30.0, 50), (0.0, 10)], lambda case: case[1] < 200),
 )
-def test_honest_noise_stays_within_its_largest_norm_and_is_not_far_from_it(bound, numbers):
+def test_honest_noise_stays_within_its_largest_norm_and_near_it(bound, numbers):
     limit = largest_noised_norm(bound, 0.3, numbers)
     noise = 0.3 * np.random.default_rng(0).standard_normal((100_000, numbers))
     noise[:, 0] += bound
@@ -463,7 +463,7 @@ def test_silos_make_no_room_for_more_users_than_there_can_be():
 
 
 @pytest.mark.parametrize("data", [np.zeros(3, np.uint8), np.ones(1, np.uint8), np.zeros(1)])
-def test_lost_keys_are_told_in_one_form_only(data):
+def test_lost_keys_are_reported_in_one_form_only(data):
     content = RecordDict({"update": records.to_record({LOST: data})})
     opened = object.__new__(OpenWeightedSum)
     with pytest.raises(InvalidValue, match="lost"):

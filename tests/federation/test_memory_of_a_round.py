@@ -77,7 +77,7 @@ def played(strategy, memory_limit):
 
 
 @pytest.mark.parametrize("strategy", SUMS.values(), ids=SUMS)
-def test_a_part_of_the_cohort_is_run_when_the_one_before_it_is_forgotten(strategy):
+def test_part_of_a_cohort_runs_once_the_previous_part_is_forgotten(strategy):
     whole, _ = played(strategy(), 2**30)
     parted, grid = played(strategy(), 2 * 4 * MODEL_BYTES)
     assert max(grid.alive) <= 1  # the reply that is being added
@@ -93,14 +93,14 @@ def test_a_part_of_the_cohort_is_run_when_the_one_before_it_is_forgotten(strateg
         lambda: FederatedStrategy(Scaffold(local=SGD), NonPrivatePlan(sampling=SAMPLING), seed=1),
     ],
 )
-def test_who_needs_each_update_gets_them_whatever_the_parts(strategy):
+def test_a_method_that_needs_each_update_gets_it_whatever_the_parts(strategy):
     whole, _ = played(strategy(), 2**30)
     parted, _ = played(strategy(), MODEL_BYTES)
     for name, array in whole.items():
         np.testing.assert_allclose(parted[name], array, atol=1e-6)
 
 
-def test_a_method_that_reads_updates_without_asking_for_them_is_told_what_to_say():
+def test_a_method_that_reads_undeclared_updates_learns_what_to_declare():
     class Careless(DPFedAvg):
         def step(self, model, released, state):
             first = released.updates[0].arrays

@@ -51,7 +51,7 @@ class Wrong(DPFedAvg):
 
 
 @pytest.mark.parametrize("way", ["shape", "missing", "complex", "no state", "no pair"])
-def test_a_step_that_no_later_round_could_use_ends_the_run_in_its_first_round(way):
+def test_a_step_that_breaks_later_rounds_ends_the_run_in_round_one(way):
     plan = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
     strategy = FederatedStrategy(Wrong(way=way), plan, evaluate_every=0)
     with pytest.raises(InvalidValue, match="the server's step of Wrong"):

@@ -209,9 +209,7 @@ REFUSING = {"DP-FedAvg", "DP²-FedSAM", "FedPer", "DP-Ditto", "APPLE", "FedYogi"
 
 
 @pytest.mark.parametrize(("method", "plan"), grid(product(METHODS, PLANS), DAILY.__contains__))
-def test_a_scalar_and_an_empty_parameter_train_by_every_method_under_every_plan(
-    method, plan, caplog
-):
+def test_scalar_and_empty_parameters_train_by_every_method_and_plan(method, plan, caplog):
     try:
         strategy = METHODS[method](PLANS[plan](), **OPTIONS)
     except InvalidValue:  # this method has no such plan, whatever the model
@@ -302,7 +300,7 @@ def assert_moved_by_a_step(strategy, result):
 
 @pytest.mark.parametrize("placement", ["client", "server"])
 @pytest.mark.parametrize(("sent", "returned"), [*product("<>", repeat=2)])
-def test_odd_shapes_and_byte_orders_train_in_an_app_of_ones_own(sent, returned, placement):
+def test_odd_shapes_and_byte_orders_train_in_a_custom_app(sent, returned, placement):
     arrays = {n: a.astype(a.dtype.newbyteorder(sent)) for n, a in START.items()}
     strategy, _, start = run_foreign(foreign(placement, returned), placement, arrays)
     assert_moved_by_a_step(strategy, start())
@@ -310,7 +308,7 @@ def test_odd_shapes_and_byte_orders_train_in_an_app_of_ones_own(sent, returned, 
 
 @pytest.mark.parametrize("placement", ["client", "server"])
 @pytest.mark.parametrize("dtype", ["int64", "bool"])
-def test_in_an_app_of_ones_own_whole_numbers_are_refused_and_the_remedies_work(dtype, placement):
+def test_a_custom_app_with_whole_numbers_is_refused_and_remedies_work(dtype, placement):
     counter = {"counter": np.ones(2, dtype)}
     app = foreign(placement, **counter)
     _, grid, start = run_foreign(app, placement, {**START, **counter})
@@ -323,7 +321,7 @@ def test_in_an_app_of_ones_own_whole_numbers_are_refused_and_the_remedies_work(d
 
 
 @pytest.mark.parametrize("placement", ["client", "server"])
-def test_in_an_app_of_ones_own_tied_names_are_refused_and_one_of_them_trains(placement):
+def test_a_custom_app_with_tied_names_is_refused_unless_one_is_sent(placement):
     rng = np.random.default_rng(0)
     tied = {"embedding.weight": rng.normal(size=(4, 3)).astype(np.float32)}
     both = {**START, **tied, "head.weight": tied["embedding.weight"]}
@@ -382,7 +380,7 @@ class Tied(nn.Module):
         return logits
 
 
-def test_a_run_of_this_packages_app_from_a_state_dict_says_which_names_are_tied():
+def test_a_run_from_a_state_dict_says_which_names_are_tied():
     problem = Task(model=Tied, data=lambda client: DATA[client], device="cpu")
     strategy = METHODS["DP-FedAvg"](PLANS["no privacy"](), **OPTIONS)
     with pytest.raises(Exception, match="'second.weight' is tied to 'first.weight'"):

@@ -42,7 +42,7 @@ def remember(messages, contexts):
     return replies
 
 
-def test_each_client_gets_its_request_place_and_state_and_its_reply_comes_back():
+def test_each_client_gets_its_request_place_and_state_and_returns_its_reply():
     asked, context = requests("one", "fail", "three"), node()
     message = pack(asked, 7, [3, 1, 0], PER_NODE)
     assert is_packed(message.metadata.message_type)
@@ -61,7 +61,7 @@ def test_each_client_gets_its_request_place_and_state_and_its_reply_comes_back()
     ("slots", "kind"),
     [([0, 0], "query"), ([0, 4], "query"), ([-1, 0], "query"), ([0, 1], "query.packed")],
 )
-def test_a_request_that_no_client_of_the_node_could_get_alone_is_refused(slots, kind):
+def test_a_request_that_no_client_could_get_alone_is_refused(slots, kind):
     asked, context = requests("one", "two"), node()
     asked[1].metadata.message_type = kind
     message = pack(asked, 7, slots, PER_NODE)

@@ -563,7 +563,7 @@ def check(patch, path):
 
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
-def test_an_update_counts_as_one_norm_at_most_and_a_short_one_as_it_is(path, monkeypatch):
+def test_an_update_counts_as_at_most_one_norm_and_stays_if_short(path, monkeypatch):
     check(monkeypatch, path)
 
 

@@ -43,12 +43,12 @@ def test_a_method_without_personal_parts_says_that_it_takes_none(plan):
 
 
 @pytest.mark.parametrize("method", [Apple, PFedMe, Scaffold])
-def test_so_does_a_method_whose_training_is_its_own(method):
+def test_so_does_a_method_with_custom_training(method):
     with pytest.raises(FederationNotReady, match=r"head\.weight.*leave out personal="):
         run(strategy_of(method, plan=NONE, personal=("head",)))
 
 
-def test_a_method_with_a_head_of_its_own_goes_on_as_before():
+def test_a_method_with_a_custom_head_works_as_before():
     strategy = FederatedStrategy(DP2FedSAM(head=LOCAL, extractor=LOCAL), NOISED)
     run(strategy)
     assert strategy.refusals == []

@@ -27,7 +27,7 @@ def counted(record, *rounds):
     return record.to_dict() == expected.to_dict()
 
 
-def test_clients_are_asked_for_their_own_data():
+def test_clients_are_asked_for_their_data():
     clients = Population(SOME)
     cohort = clients.draw(rng())
     assert cohort.partitions == cohort.units == SOME.draw(rng())
@@ -48,7 +48,7 @@ def test_users_are_drawn_and_all_silos_are_asked():
 
 
 @pytest.mark.parametrize("population", [Population(SOME), UsersInSilos(SOME, SILOS)])
-def test_an_abandoned_round_counts_for_those_who_were_asked(population):
+def test_an_abandoned_round_counts_for_the_clients_that_were_asked(population):
     population.count_abandoned([1, 4], 2, requests=3)
     assert counted(population.participations, ([1, 4], 2, 3))
 
@@ -58,7 +58,7 @@ def test_an_oblivious_draw_may_have_taken_anybody():
     assert hidden_users().draw(rng()).units == SOME.draw(rng())
 
 
-def test_who_misses_a_masked_part_of_a_sum_has_seen_no_sum():
+def test_an_adversary_without_a_masked_part_has_seen_no_sum():
     users = hidden_users()
     users.count([1, 2], 1, requests=SILOS)
     assert counted(users.participations, ([1, 2], SILOS, SILOS))
@@ -91,7 +91,7 @@ def test_strangers_count_as_the_one_that_took_part_most():
     "clients",
     [Population(SOME), UsersInSilos(SOME, SILOS), hidden_users()],
 )
-def test_participations_of_a_round_to_come_are_those_that_its_answers_would_count(clients):
+def test_a_coming_rounds_participations_are_those_its_answers_would_count(clients):
     cohort = clients.draw(rng())
     before = clients.participations.to_dict()
     ahead = clients.after(cohort).to_dict()

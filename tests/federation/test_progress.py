@@ -42,7 +42,7 @@ def test_of_many_refusals_the_log_quotes_three_and_counts_the_others(logged):
     assert lines(logged) == [*quoted, said]
 
 
-def test_every_client_counts_alike_in_the_scores_and_by_its_examples_where_they_are_pooled():
+def test_clients_count_alike_in_scores_and_by_examples_in_pooled_scores():
     progress = Progress()
     progress.begin()
     values, sizes = np.linspace(0.1, 1.0, 20), np.arange(20.0) ** 2 + 1
@@ -61,7 +61,7 @@ def test_every_client_counts_alike_in_the_scores_and_by_its_examples_where_they_
     assert progress.row.items() >= summary.items()
 
 
-def test_the_worst_tenth_of_losses_are_the_highest_and_training_losses_are_not_pooled():
+def test_the_worst_tenth_of_losses_is_the_highest_and_unpooled_in_training():
     progress = Progress()
     clients = [{"loss": 1.0 * i, "training_loss": 2.0 * i, "num-examples": 1.0} for i in range(20)]
     summary = progress.scores(clients)
@@ -73,14 +73,14 @@ def test_the_worst_tenth_of_losses_are_the_highest_and_training_losses_are_not_p
 
 
 @pytest.mark.parametrize("size", [{}, {"num-examples": 0.0}])
-def test_scores_are_not_pooled_where_a_client_does_not_tell_how_many_examples_it_has(size):
+def test_scores_are_not_pooled_if_a_client_hides_its_number_of_examples(size):
     clients = [{"loss": 1.0, "num-examples": 3.0}, {"loss": 2.0, **size}]
     summary = Progress().scores(clients)
     assert "loss_pooled" not in summary
     assert summary["loss_mean"] == 1.5
 
 
-def test_a_score_that_a_client_lacks_is_averaged_over_the_others_and_their_number_is_told():
+def test_a_missing_score_is_averaged_over_the_others_with_their_number():
     progress = Progress()
     sizes = {"num-examples": 3.0}, {"num-examples": 1.0}, {"num-examples": 6.0}
     scores = {"loss": 1.0, "auc": 0.5}, {"loss": 3.0, "auc": 0.9}, {"loss": 2.0}
@@ -136,7 +136,7 @@ def test_one_line_says_what_a_round_achieved_and_cost(logged):
         assert part in line
 
 
-def test_a_noised_mean_is_shown_with_its_error_and_claims_no_worst_tenth(logged):
+def test_a_noised_mean_is_shown_with_error_and_without_worst_tenth(logged):
     progress = Progress()
     progress.begin()
     progress.row |= {"accuracy_mean": 0.7, "accuracy_mean_error": 0.06, "scored_clients": 8.25}
@@ -167,9 +167,7 @@ def test_the_line_leaves_out_what_was_not_measured(logged):
     assert line == "round 1/1 · no client was asked to train"
 
 
-def test_the_line_tells_how_long_the_rounds_left_will_take_by_the_mean_of_those_so_far(
-    logged, monkeypatch
-):
+def test_the_line_estimates_the_time_left_from_the_mean_so_far(logged, monkeypatch):
     clock = iter([0.0, 0.0, 10.0, 10.0, 40.0, 40.0, 80.0])  # constructor, then each round's ends
     monkeypatch.setattr(module, "monotonic", lambda: next(clock))
     progress = Progress()
@@ -180,7 +178,7 @@ def test_the_line_tells_how_long_the_rounds_left_will_take_by_the_mean_of_those_
     assert left == ["0:00:20 left", "0:00:20 left", "no client was asked to train"]
 
 
-def test_without_a_run_directory_a_round_ends_all_the_same(tmp_path, monkeypatch):
+def test_a_round_ends_without_a_run_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     progress = Progress()
     progress.begin()

@@ -185,7 +185,7 @@ def trained(client: int, start: float = 0.5) -> np.ndarray:
 # Output perturbation ----------------------------------------------------------------------------
 
 
-def test_under_output_perturbation_a_clipped_model_plus_the_clients_own_noise_leaves_it():
+def test_output_perturbation_sends_a_clipped_model_plus_the_clients_noise():
     """The noise is the seeded stream of client and round, on the clipped trained model."""
     tight = OutputPerturbation(clipping_norm=0.4, noise_stddev=0.05)
     _, grid = run(plan(tight), seed=6, seeded_noise=True)
@@ -210,7 +210,7 @@ def test_the_whole_model_is_clipped_not_what_changed():
         np.testing.assert_allclose(released, 0.8 / math.sqrt(2), rtol=1e-6)
 
 
-def test_output_noise_has_its_stddev_and_is_fresh_for_every_client_and_round():
+def test_output_noise_has_its_stddev_and_is_fresh_for_client_and_round():
     """200 clients, two rounds, secure noise: the test would detect ±20 % of σ."""
     clients, sigma = 200, 3.0
     _, grid = run(
@@ -279,7 +279,7 @@ def slope_at(client: int, released: np.ndarray, start: float, mu: float = MU) ->
     return x.T @ share / len(y) + mu * (released - start)
 
 
-def test_under_objective_perturbation_the_slope_at_what_a_client_sends_is_minus_its_noise():
+def test_under_objective_perturbation_the_slope_at_an_upload_is_minus_its_noise():
     _, grid = run(plan(OBJECTIVE), seed=6, seeded_noise=True)
     sent = uploads(grid)
     assert sorted(sent) == list(range(CLIENTS))
@@ -312,7 +312,7 @@ def test_the_objective_noise_of_many_clients_has_the_norm_of_the_paper():
 
 
 @pytest.mark.parametrize(("size", "refused"), [(5, 0), (4, 1), (1, 1)])
-def test_a_client_with_too_few_examples_for_its_noise_refuses_and_sends_nothing(size, refused):
+def test_a_client_with_too_few_examples_for_its_noise_sends_nothing(size, refused):
     """The client needs 2u₂/μ = 5 examples."""
     app = DPFedAvg.client_app(task({1: size}))
     strategy, grid = run(plan(OBJECTIVE), app=app)
@@ -339,9 +339,7 @@ def test_output_perturbation_asks_for_no_number_of_examples():
         ({}, LocalTraining(epochs=1), "the proximal weight is above 0"),
     ],
 )
-def test_a_problem_that_theorem_6_3_does_not_cover_ends_the_run_before_anything_is_sent(
-    changes, local, said
-):
+def test_a_problem_outside_theorem_6_3_ends_the_run_before_sending(changes, local, said):
     grid = Recorder(DPFedAvg.client_app(task()), num_clients=CLIENTS)
     the_plan = plan(OBJECTIVE, objective=replace(KNOWN, **changes))
     with pytest.raises(PreconditionFailed, match=said):
@@ -354,9 +352,7 @@ def test_a_problem_that_theorem_6_3_does_not_cover_ends_the_run_before_anything_
 
 @pytest.mark.parametrize("perturbation", [OUTPUT, OBJECTIVE])
 @pytest.mark.parametrize(("allowed", "veto"), [(False, False), (True, True)])
-def test_seeded_noise_that_a_client_does_not_allow_is_refused_with_what_to_change(
-    perturbation, allowed, veto
-):
+def test_seeded_noise_a_client_forbids_is_refused_with_what_to_change(perturbation, allowed, veto):
     grid = Recorder(DPFedAvg.client_app(task(), allow_seeded_noise=allowed), num_clients=CLIENTS)
     for context in grid.contexts.values():
         context.node_config["require-secure-noise"] = veto
@@ -414,7 +410,7 @@ def test_every_message_asks_for_one_protection_only():
             assert facts.get("protection") == kind
 
 
-def test_the_facts_of_a_plan_are_its_own_numbers():
+def test_the_facts_of_a_plan_are_its_numbers():
     assert facts_of(plan(OUTPUT), seeded_noise=True) == {
         "protection": "OutputPerturbation",
         "clipping-norm": 0.8,
@@ -525,7 +521,7 @@ def test_every_protection_of_the_package_is_among_those_that_arrive():
 
 
 @pytest.mark.parametrize("base", [ClipAndNoise, ProtectedByServer, ProtectedByTraining, Protection])
-def test_a_protection_that_no_message_names_ends_the_run_before_anybody_is_asked(base):
+def test_a_protection_that_no_message_names_ends_the_run_at_once(base):
     class Unknown(base):
         pass
 
@@ -578,13 +574,13 @@ def test_no_part_of_a_protection_stands_for_another(protection):
 
 
 @pytest.mark.parametrize("grid", ["fine", 0.3, True, 1e-30])
-def test_a_grid_that_would_leave_low_order_bits_bare_is_refused_by_the_client(grid):
+def test_a_client_refuses_a_grid_that_leaves_low_bits_bare(grid):
     facts = {**facts_of(release_plan()), "noise-grid": grid}
     with pytest.raises((TypeError, ValueError), match="grid"):
         leaving({"weight": torch.zeros(3)}, {}, facts)
 
 
-def test_what_rounding_to_the_models_own_precision_moves_is_in_the_provable_epsilon():
+def test_the_provable_epsilon_includes_rounding_to_the_models_precision():
     """Two minimisers as close as one of very many records leaves them, each rounded once."""
     sure = replace(KNOWN, gradient_bound=1e-6)
     moved = 2 * sure.gradient_bound / (12 * MU) + 2 * EXACT.tolerance / MU
@@ -622,7 +618,7 @@ SHARES = {
 
 
 @pytest.mark.parametrize("kind", SHARES)
-def test_the_owners_least_noise_is_that_of_the_client_itself_whatever_it_clips(kind):
+def test_the_owners_least_noise_is_the_clients_whatever_it_clips(kind):
     facts, share = SHARES[kind]
     protection = from_entries(facts)
     exact = protection.noise_multiplier
@@ -642,7 +638,7 @@ def test_the_owners_least_noise_is_that_of_the_client_itself_whatever_it_clips(k
                 policy.check(protection)
 
 
-def test_an_owner_who_asks_for_noise_takes_no_part_where_none_has_a_number():
+def test_an_owner_that_requires_noise_refuses_noise_without_a_number():
     known = plan(OBJECTIVE, objective=replace(KNOWN, proximal_weight=MU))
     incomparable = "asks for ObjectivePerturbation, whose noise has no multiplier: the owner"
     for facts, error in (({}, "noise multiplier of 0 on this"), (facts_of(known), incomparable)):
@@ -688,12 +684,12 @@ WHOLE = ClipAndNoise(clipping_norm=2.0, noise_stddev=1.0)
         (hidden_sum(2.0), Unprotected(), "the plan expects no bound"),
     ],
 )
-def test_what_bounds_the_units_of_a_sum_must_be_what_the_plan_asks_for(update, protection, said):
+def test_the_bound_on_units_of_a_sum_must_be_the_plans(update, protection, said):
     with pytest.raises(ValueError, match=said):
         protected(update, {"weight": torch.zeros(2)}, protection, SecureNoise())
 
 
-def test_a_hidden_sum_is_given_the_noise_that_an_open_one_would_have():
+def test_a_hidden_sum_gets_the_noise_of_an_open_sum():
     received = {"weight": torch.zeros(50)}
     facts = {
         **facts_of(release_plan(), seeded_noise=True, bounds_units=True),
@@ -793,7 +789,7 @@ def test_a_result_is_a_model_or_an_update():
 
 
 @pytest.mark.parametrize("perturbation", [OUTPUT, OBJECTIVE])
-def test_the_guarantees_of_a_run_rest_on_its_own_uploads_sizes_and_training(perturbation):
+def test_a_runs_guarantees_rest_on_its_uploads_sizes_and_training(perturbation):
     """With sampled cohorts there is no amplification: each client counts by its own requests."""
     sizes = {0: 12, 1: 30, 2: 7, 3: 9}
     app = DPFedAvg.client_app(task(sizes))
@@ -853,7 +849,7 @@ def test_a_method_whose_clients_remember_is_not_taken_for_memoryless():
             assert ("clients keep no state" in guarantee.statement()) == remembers
 
 
-def test_the_number_of_examples_is_told_only_where_records_not_clients_are_protected():
+def test_the_number_of_examples_is_sent_only_for_record_level_privacy():
     for the_plan, told in ((plan(OUTPUT), True), (release_plan(), False)):
         strategy, grid = run(the_plan)
         for reply in of_training(grid.received):
@@ -896,7 +892,7 @@ def test_a_model_with_a_scalar_parameter_can_be_trained(the_plan):
 
 
 @pytest.mark.parametrize("lie", [0, 0.5, -3])
-def test_one_client_that_tells_nonsense_of_its_size_does_not_end_the_run(lie):
+def test_one_client_that_sends_an_invalid_size_does_not_end_the_run(lie):
     grid = Tampering(DPFedAvg.client_app(task()), num_clients=CLIENTS)
 
     def tell(reply):
@@ -909,7 +905,7 @@ def test_one_client_that_tells_nonsense_of_its_size_does_not_end_the_run(lie):
     assert strategy.guarantees()
 
 
-def test_a_size_that_shrinks_or_grows_between_rounds_is_accounted_by_the_smallest():
+def test_a_size_that_changes_between_rounds_is_accounted_by_the_smallest():
     told = iter([5] * CLIENTS + [5000] * CLIENTS)
     grid = Tampering(DPFedAvg.client_app(task()), num_clients=CLIENTS)
 

@@ -62,7 +62,7 @@ def released(strategy):
     return np.array([answer[f"label_{label}"] for label in range(CLASSES)])
 
 
-def test_an_answer_is_the_sum_of_all_clients_vectors_but_for_noise_of_the_size_that_is_told():
+def test_an_answer_sums_the_clients_vectors_with_noise_of_the_stated_size():
     strategy = asking()
     run(strategy, rounds=2)
     assert strategy.refusals == []
@@ -148,9 +148,7 @@ class WrongSize(LabelHistogram):
 
 
 @pytest.mark.parametrize("failing", [1, CLIENTS])
-def test_a_client_says_why_a_query_failed_and_a_simulation_says_that_none_answered(
-    failing, logged, monkeypatch
-):
+def test_a_client_says_why_a_query_failed_and_a_simulation_says_so(failing, logged, monkeypatch):
     monkeypatch.setattr(failures, "hidden_errors", Counter())
     strategy = asking(WrongSize(noise_multiplier=0.002, failing=failing))
     run(strategy, kinds=(WrongSize,))
@@ -180,7 +178,7 @@ def test_a_run_of_no_rounds_says_that_it_asks_no_query(logged):
     assert "num_rounds=0: no query of the plan is asked" in logged.text
 
 
-def test_an_app_that_does_not_know_a_query_says_how_to_add_it():
+def test_an_app_that_lacks_a_query_says_how_to_add_it():
     strategy = asking()
     run(strategy, kinds=())
     assert "labels" not in strategy.answers

@@ -188,7 +188,7 @@ def test_no_record_keeps_a_client_from_uploading_a_model_under_noise(method, how
     assert sum(still) == (1 if steps is None else 0)
 
 
-def test_without_noise_to_speak_of_the_upload_lies_in_the_ball():
+def test_almost_without_noise_the_upload_lies_in_the_ball():
     grid = run(FederatedStrategy(DPDitto(local=FAST), plan(noise_stddev=1e-7)), rounds=2)
     norms = []
     for question, reply in zip(grid.sent, grid.received, strict=True):
@@ -265,7 +265,7 @@ def test_other_steps_than_the_plans_are_refused(method, change, said):
 
 
 @pytest.mark.parametrize("batch_size", [30, 1_000])
-def test_a_batch_of_all_records_or_more_is_the_full_batch_of_the_plan(batch_size):
+def test_a_batch_of_at_least_all_records_is_the_full_batch(batch_size):
     steps = ClippedSteps(learning_rate=0.1, gradient_clipping_norm=0.5, num_examples=30)
     training = LocalTraining(epochs=1, batch_size=batch_size, learning_rate=0.1)
     strategy = FederatedStrategy(DPFedAvg(local=training), plan(steps=steps), evaluate_every=0)
@@ -352,7 +352,7 @@ def test_bad_settings_are_refused_by_name(make, said):
 
 
 @pytest.mark.parametrize("adaptive", [("classifier",), ("head", "heads")])
-def test_adaptive_modules_that_the_model_has_not_end_the_run_before_anyone_is_asked(adaptive):
+def test_adaptive_modules_the_model_lacks_end_the_run_at_once(adaptive):
     grid = Recorder(FedALA.client_app(task()), num_clients=CLIENTS)
     strategy = FederatedStrategy(FedALA(adaptive=adaptive, local=FAST), plan())
     said = rf"adaptive='{adaptive[-1]}' names no parameter .* \['extractor', 'head'\]"
@@ -380,7 +380,7 @@ def test_bytes_are_those_of_what_each_method_sends():
     assert up[FedAMP] == up[Apple] == up[DPDitto] == down[DPDitto]
 
 
-def test_each_client_gets_its_own_cloud_model_and_all_others_core_models():
+def test_each_client_gets_its_cloud_model_and_all_others_core_models():
     grid = run(
         FederatedStrategy(FedAMP(local=FAST), NonPrivatePlan(sampling=SAMPLING), evaluate_every=0)
     )

@@ -109,7 +109,7 @@ def test_a_run_that_failed_before_its_first_round_may_begin_again(tmp_path):
     assert [row["round"] for row in run.metrics()] == [1, 2]
 
 
-def test_a_complete_run_is_not_begun_again_under_its_name_but_goes_on_beyond_its_end(tmp_path):
+def test_a_complete_run_is_never_restarted_but_continued_beyond_its_end(tmp_path):
     play(tmp_path / "run", rounds=2, **SEEDED)
     with pytest.raises(InvalidValue, match=r"complete, after 2 rounds: .* a different name"):
         play(tmp_path / "run", rounds=2, **SEEDED)
@@ -191,7 +191,7 @@ def test_a_folder_with_other_files_and_one_in_use_are_refused(tmp_path, monkeypa
     other.close()
 
 
-def test_a_relative_name_lies_in_the_runs_folder_and_none_makes_a_new_one(tmp_path, monkeypatch):
+def test_relative_names_lie_in_the_runs_folder_and_empty_ones_are_new(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FLOWER_EXT_RUNS", raising=False)
     assert play("mine", rounds=1)[0].path == tmp_path / "runs" / "mine"
@@ -230,7 +230,7 @@ def test_upcycled_runs_that_died_in_a_silent_round_go_on(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", [FedAvg(), Upcycled(FedAvg(), 0.5)], ids=["alone", "wrapped"])
-def test_flowers_own_strategy_is_refused_by_name_with_what_records_it(strategy, tmp_path):
+def test_a_strategy_of_flower_is_refused_with_the_class_that_records_it(strategy, tmp_path):
     with pytest.raises(InvalidValue, match=r"strategy=FedAvg: expected .*Hosted"):
         recorded(strategy, tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -261,7 +261,7 @@ def test_a_strategy_is_recorded_once(tmp_path):
         recorded(strategy, tmp_path / "other").start(grid, initial)
 
 
-def test_the_path_is_known_before_the_first_round_and_may_be_a_text(tmp_path):
+def test_the_path_is_known_before_round_one_and_may_be_text(tmp_path):
     start = recorded(FederatedStrategy(DPFedAvg(), plan()), str(tmp_path / "run"))
     assert start.directory is None
     assert not Path(tmp_path / "run").exists()

@@ -89,7 +89,7 @@ def test_a_run_without_privacy_saves_no_guarantee(tmp_path):
 
 
 @pytest.mark.report
-def test_a_run_that_its_budget_ended_says_so_and_saves_what_it_has(tmp_path):
+def test_a_run_ended_by_its_budget_says_so_and_saves_everything(tmp_path):
     run, strategy, _ = recorded(
         tmp_path / "run", private_plan(), rounds=9, budget=Budget(epsilon=0.6, delta=0.1)
     )
@@ -130,7 +130,7 @@ def test_refused_replies_are_in_the_summary(tmp_path):
     ],
 )
 @pytest.mark.parametrize("rounds", [0, 1])
-def test_a_failure_is_recorded_then_raised_with_a_report_of_the_rounds_until_then(
+def test_a_failure_is_recorded_then_raised_with_a_report_so_far(
     tmp_path, error, reason, rounds, capsys
 ):
     def fail():
@@ -151,9 +151,7 @@ def test_a_failure_is_recorded_then_raised_with_a_report_of_the_rounds_until_the
         assert reason in (reopened.path / "report.md").read_text(encoding="utf-8")
 
 
-def test_a_named_directory_may_begin_at_home_or_be_relative_and_becomes_absolute(
-    tmp_path, monkeypatch
-):
+def test_a_named_directory_may_start_at_home_and_becomes_absolute(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     with recorded_run(config_of(Path("~/run")), "toy") as run:
@@ -173,9 +171,7 @@ def test_a_named_directory_is_never_overwritten(tmp_path):
 
 
 @pytest.mark.parametrize("config", [{}, {"run-directory": ""}])
-def test_an_unnamed_run_goes_below_the_runs_folder_under_a_name_of_its_own(
-    tmp_path, monkeypatch, config
-):
+def test_an_unnamed_run_gets_a_new_name_below_the_runs_folder(tmp_path, monkeypatch, config):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FLOWER_EXT_RUNS", raising=False)
     paths = []
@@ -213,7 +209,7 @@ def test_a_node_s_owner_says_where_its_data_are_and_nothing_else():
 
 
 @pytest.mark.report
-def test_a_device_that_a_node_does_not_have_is_a_client_that_fails_and_is_reported(tmp_path):
+def test_a_missing_device_is_reported_as_a_failure_of_its_client(tmp_path):
     with recorded_run(config_of(tmp_path / "run"), "toy") as run:
         strategy = FederatedStrategy(
             DPFedAvg(local=LocalTraining(epochs=1)), private_plan(), directory=run, evaluate_every=0
@@ -232,7 +228,7 @@ def test_a_device_that_a_node_does_not_have_is_a_client_that_fails_and_is_report
     assert "nonsense" in report
 
 
-def test_a_setting_that_the_app_has_gained_since_is_off_in_an_older_run(tmp_path):
+def test_a_setting_added_to_the_app_later_is_off_in_old_runs(tmp_path):
     path = tmp_path / "run"
     recorded(path, private_plan(), rounds=1)
     run, *_ = recorded(path, private_plan(), rounds=2, resume=True, **{"budget-ledger": ""})

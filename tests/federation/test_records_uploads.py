@@ -104,7 +104,7 @@ DAILY = {
     ("plan", "odd"),
     grid(product(plans(), ODD), DAILY.__contains__),
 )
-def test_a_sum_and_its_refusals_are_those_of_one_process_however_many_train(plan, odd):
+def test_a_sum_and_its_refusals_do_not_depend_on_the_processes(plan, odd):
     values = [0.01 * (client + 1) for client in range(CLIENTS)]
     for client, value in ODD[odd].items():
         values[client] = math.nan if value is None else value
@@ -119,7 +119,7 @@ def test_a_sum_and_its_refusals_are_those_of_one_process_however_many_train(plan
             assert many[name].tobytes() == array.tobytes()
 
 
-def test_a_sum_has_the_same_bits_whatever_part_of_a_cohort_runs_at_a_time():
+def test_a_sums_bits_do_not_depend_on_the_cohorts_part_size():
     values = [0.1 * math.pi**-client for client in range(CLIENTS)]
     for plan in plans().values():
         whole, *_ = result(plan, values, workers=1)

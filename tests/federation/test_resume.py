@@ -70,7 +70,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize("at", ["questions", "answers"])
 @pytest.mark.parametrize("dies_in", grid([1, 3, 5], lambda dies_in: dies_in == 3))
-def test_a_seeded_run_goes_on_as_if_nothing_had_happened(whole, tmp_path, dies_in, at):
+def test_a_seeded_run_resumes_as_if_nothing_had_happened(whole, tmp_path, dies_in, at):
     with pytest.raises(Died):
         play(tmp_path / "parts", dies_in=dies_in, at=at)
     parts, _ = play(tmp_path / "parts")
@@ -80,7 +80,7 @@ def test_a_seeded_run_goes_on_as_if_nothing_had_happened(whole, tmp_path, dies_i
     assert kinds.count("repeat") == 1
 
 
-def test_the_moments_of_an_optimiser_and_an_average_go_on_bit_for_bit(tmp_path):
+def test_an_optimisers_moments_and_an_average_resume_bit_for_bit(tmp_path):
     server, average = Adam(learning_rate=0.05, tau=0.1), ExponentialAverage(decay=0.5)
     options = {"method": DPFedAvg, "local": SGD, "memory": False}
     options |= {"server": server, "average": average}
@@ -91,7 +91,7 @@ def test_the_moments_of_an_optimiser_and_an_average_go_on_bit_for_bit(tmp_path):
     assert same(parts, whole)
 
 
-def test_a_clipping_norm_that_adapts_goes_on_bit_for_bit(tmp_path):
+def test_an_adaptive_clipping_norm_resumes_bit_for_bit(tmp_path):
     clipping = AdaptiveClipping(initial=0.01, quantile=0.7, learning_rate=1.0)
     options = {"method": DPFedAvg, "local": SGD, "memory": False}
     options |= {"plan": plan(clipping_norm=clipping)}
@@ -118,7 +118,7 @@ def test_it_may_die_again_and_again(whole, tmp_path):
     )
 
 
-def test_a_run_at_its_end_goes_on_to_a_later_one_and_noise_stays_that_of_its_plan(tmp_path):
+def test_an_ended_run_resumes_to_a_later_end_with_its_plans_noise(tmp_path):
     play(tmp_path / "parts", rounds=2)
     parts, strategy = play(tmp_path / "parts", rounds=5)
     whole, _ = play(tmp_path / "whole", rounds=5)
@@ -137,7 +137,7 @@ def test_a_run_at_its_end_needs_nobody_to_state_its_outcome_again(tmp_path):
     assert strategy.run.clients.nodes == {}
 
 
-def test_under_secure_noise_a_round_that_was_given_up_counts_and_its_number_is_not_used_again(
+def test_with_secure_noise_an_abandoned_round_counts_and_uses_up_its_number(
     tmp_path,
 ):
     secure = {"seeded_noise": False, "plan": plan(sampling=FixedSizeSampling(CLIENTS, 3))}
@@ -156,7 +156,7 @@ def test_under_secure_noise_a_round_that_was_given_up_counts_and_its_number_is_n
     assert [row["round"] for row in run.metrics()] == [1, 2, 3, 4, 5]
 
 
-def test_a_failed_run_leaves_a_guarantee_for_what_was_asked_and_says_so(tmp_path):
+def test_a_failed_run_leaves_a_guarantee_for_requests_and_says_so(tmp_path):
     secure = {"seeded_noise": False, "plan": plan(sampling=FixedSizeSampling(CLIENTS, 3))}
     with pytest.raises(Died):
         play(tmp_path, dies_in=3, **secure)
@@ -180,7 +180,7 @@ def test_without_its_memory_a_run_that_needs_it_does_not_go_on(tmp_path):
         play(tmp_path, memory=False)
 
 
-def test_without_memory_a_run_that_needs_none_goes_on(tmp_path):
+def test_a_run_that_needs_no_memory_resumes_without_it(tmp_path):
     options = {"method": DPFedAvg, "memory": False, "local": SGD}
     whole, _ = play(tmp_path / "whole", **options)
     with pytest.raises(Died):
@@ -192,9 +192,7 @@ def test_without_memory_a_run_that_needs_none_goes_on(tmp_path):
 @pytest.mark.parametrize(
     "harm", grid(["torn", "altered", "emptied"], lambda harm: harm != "emptied")
 )
-def test_a_checkpoint_that_was_harmed_is_named_and_the_one_before_it_used(
-    whole, tmp_path, harm, caplog
-):
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(whole, tmp_path, harm, caplog):
     with pytest.raises(Died):
         play(tmp_path / "parts", dies_in=4)
     _harm(tmp_path / "parts/run/checkpoints/3.checkpoint", harm)
@@ -335,9 +333,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_budget_ends_a_run_before_the_round_that_would_exceed_it_also_when_resumed(
-    tmp_path, name
-):
+def test_a_budget_ends_a_run_before_exceeding_it_also_after_resuming(tmp_path, name):
     method, own, more = PLANS[name]
     options = {"method": method, "plan": own, "ledger": False, "local": SGD, **more}
     free, _ = play(tmp_path / "free", rounds=3, **{**options, "evaluate_every": 1})
@@ -385,7 +381,7 @@ def test_a_calibrated_plan_makes_all_its_rounds_within_its_budget(tmp_path):
     assert "round 5" in one.stopped
 
 
-def test_a_ledger_ends_a_resumed_seeded_run_where_it_ends_the_whole_one(tmp_path):
+def test_a_ledger_ends_a_resumed_seeded_run_like_the_whole_one(tmp_path):
     options = {"rounds": 9, "seeded_noise": True, "budget": Budget(epsilon=6.0, delta=0.01)}
     whole, _ = play(tmp_path / "whole", **options)
     done = len(whole.metrics())
@@ -425,7 +421,7 @@ def _play_on_a_full_disk(folder, size, failure):
 
 
 @pytest.mark.parametrize("size", grid([1500, 4000], lambda size: size == 1500))
-def test_where_nothing_can_be_written_any_more_the_run_ends_and_nobody_is_asked(tmp_path, size):
+def test_a_full_disk_ends_the_run_before_any_client_is_asked(tmp_path, size):
     context = multiprocessing.get_context("fork")
     failure, of_child = context.Pipe(duplex=False)
     process = context.Process(target=_play_on_a_full_disk, args=(tmp_path, size, of_child))

@@ -9,7 +9,7 @@ from flower_ext.federation import FederationNotReady, InProcessGrid, roster
 from tests.support.worlds import task
 
 
-def test_a_simulation_with_too_few_nodes_says_early_how_to_ask_for_more(monkeypatch, caplog):
+def test_a_simulation_with_too_few_nodes_soon_says_what_to_do(monkeypatch, caplog):
     monkeypatch.setattr(roster, "_ADVISE_AFTER", 0.1)
     monkeypatch.setattr(roster.log, "propagate", True)
     grid = InProcessGrid(ClientApp(), 2)
@@ -40,7 +40,7 @@ class Starved(InProcessGrid):
     ],
     ids=["a worker that died", "a node offline", "no reply"],
 )
-def test_nodes_that_run_no_client_app_are_not_taken_for_another_project_s(error, reason):
+def test_nodes_without_a_client_app_are_not_taken_for_foreign_apps(error, reason):
     with pytest.raises(FederationNotReady, match=reason):
         roster.Roster.connect(Starved(error), 2, mods=True, timeout=2.0)
 
@@ -67,7 +67,7 @@ class OneByOne(InProcessGrid):
                 yield from super().send_and_receive([message], timeout=timeout)
 
 
-def test_a_late_node_that_nobody_needs_and_whose_app_does_not_load_ends_no_run():
+def test_a_late_unneeded_node_whose_app_fails_ends_no_run():
     connected = roster.Roster.connect(OneByOne(), 4, absent={2, 3}, timeout=5.0)
     assert connected.known
     assert {0, 1} <= set(connected.nodes)

@@ -84,7 +84,7 @@ def test_an_update_is_accepted_up_to_the_norm_of_an_honest_one(norms):
             read(RELEASED, part * largest, norms=norms)
 
 
-def test_where_models_are_bounded_the_norm_is_that_of_the_received_model_and_the_update():
+def test_where_models_are_bounded_the_norm_covers_model_and_update():
     largest = limit(OF_MODELS)
     read(OF_MODELS, -0.5 * largest, received=largest)
     read(OF_MODELS, -1.9 * largest, received=largest)
@@ -93,7 +93,7 @@ def test_where_models_are_bounded_the_norm_is_that_of_the_received_model_and_the
             read(OF_MODELS, step * largest, received=largest)
 
 
-def test_only_a_server_that_bounds_and_noises_takes_updates_of_any_size_and_whole_models():
+def test_only_a_bounding_and_noising_server_takes_uploads_of_any_size():
     for plan in (BY_SERVER, NonPrivatePlan(sampling=EVERYONE)):
         read(plan, 1e6)
         read(plan, 1e6, record=records.MODEL)
@@ -102,7 +102,7 @@ def test_only_a_server_that_bounds_and_noises_takes_updates_of_any_size_and_whol
             read(plan, 0.1, record=records.MODEL)
 
 
-def test_an_update_without_examples_is_refused_and_one_that_does_not_say_only_if_they_weigh():
+def test_an_update_without_examples_is_refused_and_undeclared_only_if_weighted():
     equal, weighted = (
         NonPrivatePlan(sampling=EVERYONE, weighting=w) for w in ("clients", "examples")
     )
@@ -124,7 +124,7 @@ class WithHints(DPFedAvg):
         return replace(cohort, requests={1: {"hint": records.to_record(BASE)}})
 
 
-def test_each_client_gets_its_own_records_and_as_many_epochs_as_it_completes():
+def test_each_client_gets_its_records_and_the_epochs_it_completes():
     local = LocalTraining(epochs=5, batch_size=2, learning_rate=0.1)
     plan = NonPrivatePlan(sampling=FullParticipation(8))
     options = {"stragglers": Stragglers(ratio=0.5), "seed": 1}

@@ -76,9 +76,7 @@ def started(strategy, arrays=None, rounds=5):
         (Forgetful, "in the server's state 'momentum' after the server's step of Forgetful"),
     ],
 )
-def test_a_step_that_is_not_finite_ends_the_run_at_its_round_and_spends_no_more(
-    method, said, tmp_path
-):
+def test_a_step_that_is_not_finite_ends_the_run_without_more_spend(method, said, tmp_path):
     run = RunWriter.create(tmp_path / "run", {})
     ledger = Ledger(tmp_path / "ledger.jsonl")
     strategy = strategy_of(method, plan=noised(), directory=run, ledger=ledger, **OPTIONS)

@@ -140,9 +140,7 @@ def models_of(rounds, method=DPFedAvg, **options):
     ],
 )
 @pytest.mark.parametrize("method", [DPFedAvg, FreshState])
-def test_an_average_is_what_is_evaluated_and_returned_and_not_what_is_trained(
-    method, average, weights
-):
+def test_the_average_is_evaluated_and_returned_but_not_trained(method, average, weights):
     newest, _ = models_of(4, method)
     averaged, returned = models_of(4, method, average=average)
     for name in returned:

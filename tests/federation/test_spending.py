@@ -65,7 +65,7 @@ def account(tmp_path, rounds: float) -> Budget:
     return Budget(epsilon=epsilon(rounds) * 1.001, delta=DELTA, ledger=tmp_path / "people.jsonl")
 
 
-def test_runs_in_several_folders_spend_one_budget_and_the_last_ends_at_it(tmp_path):
+def test_runs_in_several_folders_spend_one_budget_and_end_at_it(tmp_path):
     budget = account(tmp_path, 5)
     first = run_of(tmp_path / "a", budget, rounds=3)
     second = run_of(tmp_path / "b", budget, rounds=3)
@@ -132,7 +132,7 @@ def by_view(budget: Budget) -> dict:
     return {each.view: each for each in study_guarantees(_of(budget), DELTA)}
 
 
-def test_a_study_has_one_epsilon_for_each_adversary_that_composes_the_runs_exactly(tmp_path):
+def test_a_study_has_one_exact_epsilon_for_each_adversary(tmp_path):
     budget, sigma = account(tmp_path, 9), PLAN.noise_multiplier
     for name in ("a", "b"):
         run_of(tmp_path / name, budget, rounds=2)
@@ -149,7 +149,7 @@ def test_a_study_has_one_epsilon_for_each_adversary_that_composes_the_runs_exact
     assert any("operating system" in text for text in models.assumptions)
 
 
-def test_one_run_that_promises_nothing_to_an_adversary_makes_the_study_promise_nothing(tmp_path):
+def test_one_run_without_promise_to_an_adversary_voids_the_studys_promise(tmp_path):
     budget = account(tmp_path, 9)
     run_of(tmp_path / "a", budget)
     run_of(tmp_path / "trusting", budget, plan=replace(PLAN, noise_placement="server"))
@@ -183,7 +183,7 @@ def test_dropouts_of_the_last_round_count_against_a_server_that_sees_sums(tmp_pa
     assert sums > complete
 
 
-def test_a_run_without_noise_and_a_pilot_are_named_as_what_they_are(tmp_path):
+def test_a_run_without_noise_and_a_pilot_are_named_as_such(tmp_path):
     budget = account(tmp_path, 9)
     bare = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
     run_of(tmp_path / "a", budget, plan=bare)
@@ -196,7 +196,7 @@ def test_a_run_without_noise_and_a_pilot_are_named_as_what_they_are(tmp_path):
     }
 
 
-def test_a_ledger_or_a_budget_that_does_not_fit_the_plan_is_refused(tmp_path):
+def test_a_ledger_or_budget_that_does_not_fit_the_plan_is_refused(tmp_path):
     bare = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
     ledger = Ledger(tmp_path / "ledger.jsonl")
 

@@ -46,7 +46,7 @@ def test_a_draw_repeats_for_a_seed_and_differs_for_another():
     assert draw(0.5, seed=1) != draw(0.5, seed=2)
 
 
-def test_every_client_straggles_at_the_ratio_by_itself_and_gets_anywhere_below_the_end():
+def test_each_client_straggles_independently_and_stops_anywhere_before_the_end():
     rng = np.random.default_rng(0)
     draws = [Stragglers(ratio=0.3).draw(list(range(10)), 10, rng) for _ in range(2000)]
     counts = np.bincount([client for slow in draws for client in slow], minlength=10)
@@ -78,7 +78,7 @@ def test_the_ends_of_the_range_are_one_epoch_and_all_but_one():
 
 
 @pytest.mark.parametrize("epochs", [0, 1])
-def test_who_does_not_straggle_and_who_has_at_most_one_epoch_completes_everything(epochs):
+def test_non_stragglers_and_clients_with_one_epoch_complete_everything(epochs):
     assert shortened(LocalTraining(epochs=10), None) == LocalTraining(epochs=10)
     training = LocalTraining(epochs=epochs)
     assert shortened(training, 0.0) == training
@@ -118,7 +118,7 @@ def test_an_exact_share_is_refused_under_privacy():
         stragglers.check([LocalTraining(epochs=5)], protects=True)
 
 
-def test_a_round_refuses_training_that_no_straggler_could_stop_early_before_it_asks_anybody():
+def test_a_round_refuses_training_that_stragglers_could_not_stop_early():
     plan = NonPrivatePlan(sampling=FullParticipation(2))
     local = LocalTraining(steps=1)
     strategy = FederatedStrategy(DPFedAvg(local=local), plan, stragglers=Stragglers(ratio=0.5))

@@ -74,7 +74,7 @@ def all_arrays(message: Message):
         yield from record.items()
 
 
-def test_what_is_spent_has_both_epsilons_their_delta_and_the_number_of_units():
+def test_a_spend_has_both_epsilons_their_delta_and_the_number_of_units():
     strategy = FederatedStrategy(DPFedAvg(local=FAST), plan(), evaluate_every=0)
     strategy.start(grid_of(average_app()), initial(), num_rounds=2)
     epsilons = {f"epsilon_{one.basis}": one.epsilon for one in strategy.guarantees()}
@@ -87,7 +87,7 @@ def test_what_is_spent_has_both_epsilons_their_delta_and_the_number_of_units():
     assert spent_by(bare.run) == {}
 
 
-def test_personal_parameters_are_in_no_message_of_a_run_neither_by_name_nor_by_value():
+def test_no_message_contains_personal_parameters_by_name_or_value():
     grid = Recorder(DP2FedSAM.client_app(task()), num_clients=CLIENTS)
     strategy = FederatedStrategy(DP2FedSAM(head=FAST, extractor=FAST), plan())
     strategy.start(grid, initial(), num_rounds=3)
@@ -185,7 +185,7 @@ def test_secure_noise_never_repeats_even_under_a_seed():
     assert final() != final()
 
 
-def test_clients_refuse_seeded_noise_unless_built_for_it_and_a_node_may_forbid_it():
+def test_clients_refuse_seeded_noise_unless_enabled_and_nodes_may_forbid_it():
     for app, veto in (
         (DP2FedSAM.client_app(task()), False),
         (DP2FedSAM.client_app(task(), allow_seeded_noise=True), True),
@@ -252,7 +252,7 @@ def test_a_run_waits_for_all_nodes_before_it_samples():
 
 
 @pytest.mark.parametrize(("clients", "said"), [(4, "4 of 6 nodes"), (7, "7 nodes are connected")])
-def test_a_population_that_is_not_there_is_an_error_that_says_what_to_change(clients, said):
+def test_a_missing_population_is_an_error_that_says_what_to_change(clients, said):
     strategy = FederatedStrategy(DPFedAvg(local=FAST), plan(), timeout=0.3)
     with pytest.raises(FederationNotReady, match=said):
         strategy.start(grid_of(average_app(), clients), initial(), num_rounds=1)
@@ -267,7 +267,7 @@ def test_two_nodes_with_one_partition_are_an_error():
 
 
 @pytest.mark.parametrize("own", [None, "3", True, CLIENTS, -1])
-def test_a_node_without_a_partition_of_its_own_is_named_with_what_its_node_config_says(own):
+def test_a_node_without_a_partition_is_named_with_its_node_config(own):
     grid = grid_of(average_app())
     grid.contexts[1_003].node_config["partition-id"] = own
     with pytest.raises(FederationNotReady, match=f"node 1003 says .* '?{own}'?;.*partition-id"):
@@ -408,7 +408,7 @@ def test_with_seeded_noise_every_release_is_on_the_ledger_whoever_makes_it(tmp_p
     run.close()
 
 
-def test_a_client_without_test_or_training_examples_tells_of_what_it_has():
+def test_a_client_without_test_or_training_examples_says_what_it_has():
     def share(outputs, targets):
         if len(targets) == 0:
             raise ValueError("a share of nothing")
@@ -487,7 +487,7 @@ def test_without_privacy_there_is_no_guarantee_and_the_mean_is_plain():
     np.testing.assert_allclose(result.arrays["head.weight"].numpy(), expected, atol=1e-7)
 
 
-def test_batch_norm_in_the_shared_part_is_refused_by_name_before_anything_is_sent():
+def test_batch_norm_in_the_shared_part_is_refused_before_sending():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     grid = Recorder(average_app(), num_clients=CLIENTS)
     with pytest.raises(UnshareableModel, match="GroupNorm in layer '1'"):
@@ -526,7 +526,7 @@ def foreign_app() -> ClientApp:
     return app
 
 
-def test_a_foreign_client_app_takes_part_and_without_noise_equals_flowers_own_fedavg():
+def test_a_foreign_client_app_without_noise_equals_flowers_fedavg():
     config = ConfigRecord({"lr": 0.1})
     plain = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
     ours = FederatedStrategy(DPFedAvg(), plain).start(
@@ -542,7 +542,7 @@ def test_a_foreign_client_app_takes_part_and_without_noise_equals_flowers_own_fe
     assert ours.evaluate_metrics_clientapp[1]["accuracy_mean"] == 0.5
 
 
-def test_a_foreign_client_app_and_flowers_own_strategy_get_the_same_records():
+def test_a_foreign_client_app_gets_the_records_of_flowers_strategy():
     seen = {"train": [], "evaluate": []}
 
     class Reading(InProcessGrid):
@@ -627,7 +627,7 @@ def test_a_foreign_client_app_that_cannot_train_costs_no_privacy(how, placement,
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_client_whose_data_make_it_fail_does_not_end_the_run_of_a_foreign_client_app(how):
+def test_a_foreign_client_that_fails_on_its_data_ends_no_run(how):
     noised = plan(noise_placement="server", sampling=FullParticipation(CLIENTS))
     strategy = FederatedStrategy(DPFedAvg(), noised, evaluate_every=0)
     app = failing_app(lambda partition: partition == 0, how)
@@ -635,7 +635,7 @@ def test_a_client_whose_data_make_it_fail_does_not_end_the_run_of_a_foreign_clie
     assert strategy.participations.rounds == 2
 
 
-def test_a_run_ends_as_soon_as_it_is_clear_that_no_client_answers(logged):
+def test_a_run_ends_once_it_is_clear_that_no_client_answers(logged):
     """There is no rehearsal, because nothing is spent, and the log does not say otherwise."""
     without = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
     strategy = FederatedStrategy(DPFedAvg(), without, evaluate_every=0)
@@ -646,7 +646,7 @@ def test_a_run_ends_as_soon_as_it_is_clear_that_no_client_answers(logged):
     assert "spent nevertheless" not in logged.text
 
 
-def test_what_a_foreign_client_app_writes_into_its_message_reaches_no_other_client():
+def test_what_a_foreign_app_writes_into_its_message_reaches_no_other():
     seen = []
     app = ClientApp()
 
@@ -708,7 +708,7 @@ def test_a_run_may_stop_early_and_is_evaluated_where_it_stops():
     assert list(result.evaluate_metrics_clientapp) == [2]
 
 
-def test_a_foreign_client_app_of_a_simulation_is_asked_for_its_partition_once():
+def test_a_simulated_foreign_client_app_is_asked_for_its_partition_once():
     asked = []
 
     class Counting(InProcessGrid):
@@ -735,7 +735,7 @@ def test_a_foreign_client_app_is_bounded_and_noised_by_the_server():
 
 
 @pytest.mark.parametrize("strategy", [DPFedAvg, DP2FedSAM])
-def test_a_foreign_client_app_cannot_be_trusted_with_what_it_does_not_know(strategy):
+def test_a_foreign_client_app_is_not_trusted_with_unknown_requests(strategy):
     with pytest.raises(FederationNotReady, match=f"{strategy.__name__}.client_app"):
         strategy_of(strategy, plan=plan()).start(grid_of(foreign_app()), initial(), num_rounds=1)
 
@@ -796,7 +796,7 @@ def test_a_misspelt_personal_name_is_refused_as_its_part_would_be_shared(method)
         strategy.start(grid_of(), initial(), num_rounds=1)
 
 
-def test_a_personal_name_without_the_modules_around_it_is_refused_with_a_star():
+def test_a_personal_name_without_its_outer_modules_is_refused_with_a_star():
     """Hugging Face's classifier is below ``base_model.model``."""
     model = ArrayRecord({f"base.{n}": p for n, p in task().initial_params(0).items()})
     strategy = FederatedStrategy(DP2FedSAM(head=FAST, extractor=FAST, personal=("head",)), plan())
@@ -813,7 +813,7 @@ def test_a_personal_name_that_is_none_of_the_models_is_said(name, caplog):
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_a_run_that_once_had_an_answer_goes_on_whatever_is_refused(tmp_path, rounds):
+def test_a_run_that_once_had_an_answer_continues_despite_refusals(tmp_path, rounds):
     app = DPFedAvg.client_app(task(), allow_seeded_noise=True)
 
     def play(rounds, refusing):
@@ -881,7 +881,7 @@ def test_training_beyond_the_rounds_of_the_plan_is_said_once(caplog):
         ),
     ],
 )
-def test_data_that_cannot_be_used_are_said_in_one_line_and_logged_once(data, said, caplog):
+def test_unusable_data_give_one_line_and_one_log_entry(data, said, caplog):
     strategy = FederatedStrategy(DPFedAvg(local=FAST), NonPrivatePlan(sampling=plan().sampling))
     app = DPFedAvg.client_app(Task(model=Net, data=data, device="cpu"))
     with pytest.raises(FederationNotReady, match=said) as failed:

@@ -85,7 +85,7 @@ FIT = {
 @pytest.mark.parametrize("units", FIT)
 @pytest.mark.parametrize("sum", SUMS)
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_sum_that_does_not_fit_the_plan_is_refused_with_what_would_fit(plan, sum, units):
+def test_a_sum_that_does_not_fit_the_plan_is_refused_with_alternatives(plan, sum, units):
     method, fitting = FIT[units]
     if (plan, sum) in fitting:
         FederatedStrategy(method, PLANS[plan], sum=SUMS[sum])
@@ -109,9 +109,7 @@ class Counting(DPFedAvg):
 
 @pytest.mark.parametrize("plan", [WithoutSizes(sampling=EVERYONE), PLANS["noise by silos"]])
 @pytest.mark.parametrize("method", [Scaffold(), Hosted(FedAvg()), Counting()])
-def test_a_method_that_needs_metrics_is_refused_before_a_round_where_clients_send_none(
-    method, plan
-):
+def test_a_method_that_needs_unsent_metrics_is_refused_before_a_round(method, plan):
     with pytest.raises(InvalidValue, match=f"plan={type(plan).__name__}: .*tells_sizes=True"):
         FederatedStrategy(method, plan)
     FederatedStrategy(method, PLANS["without privacy"])

@@ -109,7 +109,7 @@ def test_another_word_is_refused():
 
 
 @pytest.mark.parametrize("method", [FedDyn, FedAMP, Apple])
-def test_a_method_with_a_rule_of_its_own_refuses_the_weights(method):
+def test_a_method_with_a_custom_rule_refuses_the_weights(method):
     with pytest.raises(InvalidValue, match="weighting='examples'.* expected 'clients'"):
         strategy_of(method, plan=BY_EXAMPLES, local=SGD)
 

@@ -91,9 +91,7 @@ PLANS = [
 
 
 @pytest.mark.parametrize("chosen", grid_of(PLANS, lambda name: name != "everyone"))
-def test_a_client_that_withdrew_is_asked_no_more_in_a_resumed_run_and_in_later_ones(
-    tmp_path, chosen
-):
+def test_a_withdrawn_client_is_not_asked_in_resumed_and_later_runs(tmp_path, chosen):
     given = budget(tmp_path)
     seeded = {"seed": 3, "seeded_noise": True}  # by chance, a client may never be drawn
     run_of(tmp_path / "a", given, plan=chosen, rounds=2, **seeded)
@@ -133,7 +131,7 @@ def test_the_draw_of_all_others_stays_the_same_bit_for_bit(tmp_path):
     assert drawn["without"] == [asked for asked in drawn["with"] if asked != LEAVING]
 
 
-def test_a_client_that_withdraws_during_a_run_is_left_out_from_the_next_round_on(tmp_path):
+def test_a_client_that_withdraws_mid_run_is_omitted_from_the_next_round(tmp_path):
     given, seen = budget(tmp_path), []
 
     class Leaving(Watching):
@@ -152,7 +150,7 @@ def test_a_client_that_withdraws_during_a_run_is_left_out_from_the_next_round_on
     assert forgotten(Ledger.read(given.ledger)) == {LEAVING}
 
 
-def test_the_head_of_a_client_that_withdrew_vanishes_from_its_node_and_no_other(tmp_path):
+def test_only_the_withdrawn_clients_head_vanishes_from_its_node(tmp_path):
     given, state = budget(tmp_path), tmp_path / "nodes"
     chosen = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
     heads = {}
@@ -168,7 +166,7 @@ def test_the_head_of_a_client_that_withdrew_vanishes_from_its_node_and_no_other(
     assert forgotten(Ledger.read(given.ledger)) == {LEAVING}
 
 
-def test_a_run_begins_without_the_node_of_a_client_that_withdrew_but_without_no_other(tmp_path):
+def test_a_run_starts_without_nodes_of_withdrawn_clients_but_no_others(tmp_path):
     given = budget(tmp_path)
     run_of(tmp_path / "a", given, plan=plan())
     withdraw(given.ledger, PrivacyUnit.CLIENT, [CLIENTS - 1])
@@ -200,9 +198,7 @@ class Late(InProcessGrid):
 
 
 @pytest.mark.parametrize("missing", [(), (0,)], ids=["late", "never"])
-def test_the_node_of_a_client_that_withdrew_takes_the_place_of_no_node_that_is_late(
-    tmp_path, missing
-):
+def test_a_withdrawn_clients_node_does_not_replace_a_late_node(tmp_path, missing):
     given = budget(tmp_path)
     run_of(tmp_path / "a", given, plan=plan())
     withdraw(given.ledger, PrivacyUnit.CLIENT, [CLIENTS - 1])

@@ -40,7 +40,7 @@ def test_right_order_is_one_wrong_order_zero_and_no_order_a_half():
     assert concordance_index(risk.unsqueeze(1).exp(), targets) == 1.0
 
 
-def test_who_is_observed_until_the_event_counts_as_longer_and_two_events_are_not_compared():
+def test_observation_until_the_event_counts_as_longer_and_events_do_not_compare():
     risk = torch.tensor([2.0, 1.0])
     assert concordance_index(risk, survival([3.0, 3.0], [1, 0])) == 1.0
     assert concordance_index(risk, survival([3.0, 3.0], [0, 1])) == 0.0

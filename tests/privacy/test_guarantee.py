@@ -73,7 +73,7 @@ def test_a_delta_that_promises_little_is_said_to(delta, large):
     ("delta", "units", "large"),
     [(1e-5, 100_000, True), (9.9e-6, 100_000, False), (1e-4, 100_000, True), (1e-3, 100, False)],
 )
-def test_a_delta_of_one_over_the_units_or_more_is_said_to_be_large(delta, units, large):
+def test_a_delta_of_at_least_one_over_the_units_is_called_large(delta, units, large):
     seen = worst_case(60, 10)
     for guarantee in by_view(mechanism(FullParticipation(100), delta=delta), seen).values():
         said = f"is large for {units} clients" in replace(guarantee, units=units).statement()

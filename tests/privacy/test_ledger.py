@@ -120,7 +120,7 @@ def again(path, *, round=1, identity=7, release=RELEASE):
     return ledger.releases
 
 
-def test_a_release_that_is_done_again_counts_once_if_it_is_the_very_same(tmp_path):
+def test_a_repeated_release_counts_once_only_if_it_is_the_same(tmp_path):
     path = tmp_path / "ledger.jsonl"
     other = dataclasses.replace(RELEASE, noise_multiplier=2.0)
     assert [again(path) for _ in range(3)] == [1, 1, 1]
@@ -132,7 +132,7 @@ def test_a_release_that_is_done_again_counts_once_if_it_is_the_very_same(tmp_pat
     assert again(path, release=other) == again(path) == 6
 
 
-def test_while_a_ledger_is_open_no_release_is_the_same_as_another_of_that_time(tmp_path):
+def test_no_two_releases_of_one_open_ledger_are_the_same(tmp_path):
     path = tmp_path / "ledger.jsonl"
     for expected in ([1, 2], [2, 3], [3, 4]):  # one release is repeated, the other is new
         ledger = Ledger(path)
@@ -184,7 +184,7 @@ def test_removed_or_swapped_lines_are_detected(tmp_path):
             Ledger(path)
 
 
-def test_a_forged_line_with_its_own_hash_breaks_the_chain(tmp_path):
+def test_a_forged_line_with_a_valid_hash_breaks_the_chain(tmp_path):
     import hashlib
 
     path = tmp_path / "ledger.jsonl"
@@ -312,7 +312,7 @@ def test_no_flipped_bit_changes_what_a_ledger_says(fast_path, first):
             assert read == (entries if position < len(content) - 1 else entries[:-1])
 
 
-def test_a_reservation_is_synced_before_its_body_and_so_is_a_new_file(tmp_path, monkeypatch):
+def test_a_reservation_and_a_new_file_are_synced_before_the_body(tmp_path, monkeypatch):
     events = []
     real_write, real_sync = os.write, os.fsync
     monkeypatch.setattr(os, "write", lambda f, b: events.append("write") or real_write(f, b))

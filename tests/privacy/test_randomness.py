@@ -4,7 +4,7 @@ import pytest
 from flower_ext.privacy import secure_generator, seeded_generator
 
 
-def test_every_secure_generator_has_its_own_256_bit_key_and_twenty_rounds():
+def test_every_secure_generator_has_a_fresh_256_bit_key_and_twenty_rounds():
     states = [secure_generator().bit_generator.state["state"] for _ in range(20)]
     assert {state["rounds"] for state in states} == {20}
     keys = {state["keysetup"].tobytes() for state in states}

@@ -59,7 +59,7 @@ def spent(path, delta=DELTA):
     return total_spent(Ledger.read(path), delta)
 
 
-def test_rounds_of_all_runs_compose_exactly_and_none_begins_that_exceeds_the_budget(path):
+def test_rounds_of_all_runs_compose_exactly_and_none_exceeds_the_budget(path):
     epsilon = privacy_loss_of({release(1.0): 3, release(2.0): 2}, delta=DELTA).epsilon
     budget = Budget(epsilon=epsilon * 1.0001, delta=DELTA, ledger=path)
     for run, training, sigma in (("a", 1, 1.0), ("b", 1, 2.0), ("a", 2, 1.0), ("b", 2, 2.0)):
@@ -72,7 +72,7 @@ def test_rounds_of_all_runs_compose_exactly_and_none_begins_that_exceeds_the_bud
     assert path.read_bytes() == before
 
 
-def test_what_is_known_by_its_epsilon_alone_is_total_counts_with_its_delta(path):
+def test_a_cost_known_only_by_epsilon_counts_with_its_delta(path):
     budget = Budget(epsilon=5.0, delta=DELTA, ledger=path)
     for training, epsilon in ((1, 0.5), (2, 0.8), (3, 1.0)):
         charge(path, summed("a", training, epsilon), budget)
@@ -88,7 +88,7 @@ def test_what_is_known_by_its_epsilon_alone_is_total_counts_with_its_delta(path)
 
 
 @pytest.mark.parametrize("kind", [sampled, lambda run, n, **how: summed(run, n, 0.5, **how)])
-def test_a_round_done_again_counts_again_unless_it_is_the_same_bit_for_bit(path, kind):
+def test_a_repeated_round_counts_again_unless_it_is_the_same_bitwise(path, kind):
     budget = Budget(epsilon=50.0, delta=DELTA, ledger=path)
     charge(path, kind("a", 1, repeatable=True), budget)
     once = spent(path)
@@ -100,7 +100,7 @@ def test_a_round_done_again_counts_again_unless_it_is_the_same_bit_for_bit(path,
     assert once < two < spent(path)
 
 
-def test_a_run_that_goes_on_is_charged_for_its_further_rounds_alone(path):
+def test_a_resumed_run_is_charged_for_its_further_rounds_alone(path):
     budget = Budget(epsilon=50.0, delta=DELTA, ledger=path)
     for training in (1, 2, 3):
         charge(path, summed("a", training, 0.4 * training), budget)
@@ -177,7 +177,7 @@ def test_nothing_is_released_where_the_charge_cannot_be_written(path, monkeypatc
         charge(path, sampled("a", 1), Budget(epsilon=50.0, delta=DELTA))
 
 
-def test_a_runs_own_ledger_refuses_the_budget_of_a_population(path, tmp_path):
+def test_a_single_runs_ledger_refuses_the_budget_of_a_population(path, tmp_path):
     with pytest.raises(ValueError, match="a Ledger counts one run"):
         Ledger(tmp_path / "own.jsonl", budget=Budget(epsilon=1.0, delta=DELTA, ledger=path))
 

@@ -17,7 +17,7 @@ DELTA, RELATION = 1e-5, NeighboringRelation.ADD_OR_REMOVE_ONE
 USER = PrivacyUnit.USER
 
 
-def test_who_is_not_in_the_study_cannot_withdraw(tmp_path: Path):
+def test_only_a_participant_of_the_study_can_withdraw(tmp_path: Path):
     path = tmp_path / "study.jsonl"
     with pytest.raises(InvalidValue, match="expected the account of a study"):
         withdrawal.withdraw(path, USER, [7])

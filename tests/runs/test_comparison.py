@@ -94,7 +94,7 @@ def test_runs_that_differ_in_the_seed_and_in_places_are_repetitions(tmp_path):
     assert rows(runs, tmp_path) == [("dp2-fedsam", "2")]
 
 
-def test_runs_that_differ_in_more_are_lines_of_their_own_which_say_in_what(tmp_path):
+def test_runs_that_differ_in_more_are_separate_lines_with_their_differences(tmp_path):
     shared = {"rounds": 4, "momentum": 0.5}
     runs = [
         finished(tmp_path / f"{epsilon}-{seed}", epsilon=epsilon, seed=seed, **shared)
@@ -133,7 +133,7 @@ def record_level(path, *, upcycled, epsilon, provable):
     return run
 
 
-def test_plain_and_upcycled_runs_of_a_method_are_two_lines_with_their_costs(tmp_path):
+def test_plain_and_upcycled_runs_are_two_lines_with_their_costs(tmp_path):
     runs = [
         record_level(tmp_path / "a", upcycled=False, epsilon=0.25, provable=9.0),
         record_level(tmp_path / "b", upcycled=True, epsilon=0.125, provable=4.5),
@@ -166,7 +166,7 @@ def test_costs_are_drawn_against_rounds_and_accuracy_against_messages(tmp_path):
     assert [row.split(",")[1] for row in rows[1:]] == ["19.0", "19.0", "38.0", "38.0"]
 
 
-def test_a_run_that_went_on_is_no_repetition_of_one_that_did_not(tmp_path):
+def test_a_resumed_run_is_no_repetition_of_an_uninterrupted_one(tmp_path):
     runs = [finished(tmp_path / name, rounds=4) for name in ("a", "b", "c")]
     last = max(row["round"] for row in runs[2].metrics())
     runs[2].log(last + 1, accuracy_mean=0.9)

@@ -105,7 +105,7 @@ def test_models_with_tied_weights_are_saved(run):
     assert set(load_file(run.path / "model.safetensors")) == {"a", "b"}
 
 
-def test_who_gave_no_answer_is_kept_and_a_torn_last_line_left_out(run):
+def test_missing_answers_are_kept_and_a_torn_last_line_is_dropped(run):
     assert run.missing() == []
     run.log_missing(2, "train", [1, 3], ["round 2, node 7: the client failed"])
     with (run.path / "missing.jsonl").open("a") as stream:

@@ -87,7 +87,7 @@ def test_a_comparison_draws_mean_and_deviation_of_each_group(tmp_path):
     assert deviations[1:] == [0.0, 0.0, 0.0]
 
 
-def test_a_label_has_its_colour_and_its_name_in_a_figure_that_lacks_others(tmp_path):
+def test_a_label_keeps_its_colour_in_figures_that_lack_other_labels(tmp_path):
     line = {"b": [([1, 2], [0.0, 1.0])]}
     draw_lines(
         tmp_path, "c", Chart(title="title", ylabel="accuracy", lines=line, labels=["a", "b"])
@@ -171,7 +171,7 @@ NAMES = (
 )
 
 
-def test_names_of_metrics_are_no_paths_and_every_one_has_a_figure_of_its_own(tmp_path):
+def test_names_of_metrics_are_no_paths_and_each_has_a_figure(tmp_path):
     run = scored(tmp_path / "run", dict.fromkeys(NAMES, 0.5))
     drawn = draw_figures(run, tmp_path / "in" / "figures")
     assert len(drawn) == len(NAMES)

@@ -83,7 +83,7 @@ def test_other_scores_than_accuracy_are_shown_over_the_clients_that_have_them(tm
 
 
 @pytest.mark.report
-def test_the_first_screen_says_how_good_the_models_are_and_what_is_proved(tmp_path):
+def test_the_first_screen_shows_model_quality_and_what_is_proved(tmp_path):
     run = finished(tmp_path / "run")
     write_report(run)
     text = (run.path / "report.md").read_text(encoding="utf-8")
@@ -264,7 +264,7 @@ def test_guarantees_that_say_less_than_the_ledger_are_called_out(tmp_path):
 
 
 @pytest.mark.parametrize("status", ["running", "failed"])
-def test_a_run_that_never_came_to_its_guarantee_is_not_called_one_without_privacy(tmp_path, status):
+def test_a_run_without_a_guarantee_yet_is_not_called_non_private(tmp_path, status):
     run = RunWriter.create(tmp_path / "run", {"perturbation": "output"})
     run.log(1, epsilon_published=0.4, epsilon_published_mean=0.2)
     if status == "failed":
@@ -333,7 +333,7 @@ def test_all_of_a_run_but_its_model_is_for_its_user_alone(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "missing.jsonl", "guarantee.json", "report"])
-def test_a_guarantee_that_rests_on_a_secret_draw_names_the_files_that_tell_it(tmp_path, file):
+def test_a_guarantee_of_a_secret_draw_names_the_files_revealing_it(tmp_path, file):
     amplified = [
         g
         for g in finished(tmp_path / "run").guarantees()
@@ -359,7 +359,7 @@ def secure_run(path, **more):
 
 
 @pytest.mark.report
-def test_noised_means_are_reported_with_their_errors_and_the_round_that_gave_them(tmp_path):
+def test_noised_means_are_reported_with_their_errors_and_their_round(tmp_path):
     run = secure_run(tmp_path / "run")
     write_report(run)
     text = (run.path / "report.md").read_text(encoding="utf-8")

@@ -53,7 +53,7 @@ def spend(path, run: str, *claims: Guarantee) -> None:
     note_claims(path, claims, run=run, method="UldpAvg", name=run, start=run)
 
 
-def test_the_last_report_has_the_epsilon_of_all_runs_as_the_ledger_prints_it(tmp_path):
+def test_the_last_report_has_all_runs_epsilon_as_the_ledger_does(tmp_path):
     path = tmp_path / "study.jsonl"
     spend(path, "statistics", claim(AdversaryView.SUM_ONLY, 0.25))
     spend(path, "training", claim(AdversaryView.SUM_ONLY, 0.5))

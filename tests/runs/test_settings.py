@@ -113,7 +113,7 @@ def test_a_path_is_absolute_or_empty():
     ("name", "text", "value"),
     [("switch", "true", True), ("count", "2", 2), ("any_rate", "2", 2.0), ("word", "2", "2")],
 )
-def test_a_text_of_a_command_line_is_read_by_the_type_of_its_setting(name, text, value):
+def test_a_command_lines_text_is_read_by_its_settings_type(name, text, value):
     parsed = declarations(Some)[name].parse(text)
     assert (parsed, type(parsed)) == (value, type(value))
 

@@ -47,7 +47,7 @@ def test_masks_of_all_silos_cancel_and_those_of_fewer_do_not(silos):
                 assert (total == 0) == (product == 1) == (size == silos)
 
 
-def test_every_run_round_purpose_pair_and_place_has_its_own_masks():
+def test_each_run_round_purpose_pair_and_place_has_independent_masks():
     seen = []
     for context in (b"run", b"other run"):
         for pair in agreed(4, context):
@@ -80,7 +80,7 @@ def test_a_mask_is_drawn_once():
             draw()
 
 
-def test_residues_are_uniform_even_where_the_modulus_is_far_from_a_power_of_two():
+def test_residues_are_uniform_even_for_a_modulus_between_powers_of_two():
     modulus = mpz(3) << 60
     drawn = uniform_residues(bytes(32), 60_000, modulus)
     assert max(drawn) < modulus
@@ -147,7 +147,7 @@ def test_fingerprints_agree_unless_somebody_swapped_a_key():
     assert swapped.fingerprint != pairs[1].fingerprint
 
 
-def test_silos_that_were_told_different_server_keys_agree_on_nothing():
+def test_silos_that_received_different_server_keys_agree_on_nothing():
     pairs = agreed(3)
     pairs[1] = keys_of(1, server_key=b"another server key")
     assert pairs[0].fingerprint == pairs[2].fingerprint != pairs[1].fingerprint

@@ -16,7 +16,7 @@ def test_results_are_in_order_whatever_the_number_of_threads(workers, monkeypatc
         assert squares == [x * x for x in range(count)]
 
 
-def test_long_work_with_a_name_says_what_is_left_and_other_work_nothing(caplog, monkeypatch):
+def test_only_long_work_with_a_name_logs_the_time_left(caplog, monkeypatch):
     clock = iter(3.0 * tick for tick in range(100))
     monkeypatch.setattr(threads.time, "monotonic", lambda: next(clock))
     with caplog.at_level(logging.INFO, "flwr"):

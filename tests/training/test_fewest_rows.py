@@ -21,7 +21,7 @@ class Unsettling(nn.Linear):
         return super().forward(x)
 
 
-def test_a_probe_of_a_model_leaves_no_setting_to_the_training_after_it():
+def test_probing_a_model_changes_no_setting_of_the_next_training():
     kind = kind_of(problem(Unsettling), torch.zeros(2, 4), torch.zeros(2).long(), {})
     try:
         assert refusing_layer(kind) is not None

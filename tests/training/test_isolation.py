@@ -112,7 +112,7 @@ def raising(change):
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_settings_that_a_client_leaves_move_the_sum_by_one_norm_at_most(name):
+def test_settings_a_client_leaves_move_the_sum_by_at_most_one_norm(name):
     assert moved(raising(CHANGES[name]), Noisy) <= 1 + 1e-5
 
 
@@ -159,7 +159,7 @@ def test_settings_that_one_clients_code_leaves_change_no_bit_of_the_others(name)
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_settings_that_a_model_leaves_in_training_change_no_bit_of_the_others(name):
+def test_settings_a_model_leaves_in_training_change_no_other_bit(name):
     def mark():
         return None
 

@@ -42,7 +42,7 @@ def documented(kind, way):
 @pytest.mark.parametrize(
     ("kind", "way"), grid(product(KINDS, WAYS), lambda case: case[0] in DAILY), ids=str
 )
-def test_a_layer_is_as_in_pytorch_or_refused_in_words_and_the_page_says_which(kind, way):
+def test_each_layer_matches_pytorch_or_is_refused_as_documented(kind, way):
     cell = WAYS[way](KINDS[kind])
     assert cell.off <= ALIKE
     how = "run python -m tests.support.layer_kinds docs/layers.md"

@@ -260,7 +260,7 @@ def test_proximal_sgd_equals_a_hand_written_loop():
         assert not torch.allclose(expected, free[name], atol=1e-3)  # the term has an effect
 
 
-def test_a_proximal_weight_keeps_only_trained_parameters_near_and_others_where_they_are():
+def test_a_proximal_weight_holds_only_trained_parameters():
     params, data = task().initial_params(seed=3), examples()
     training = LocalTraining(steps=1, batch_size=30, learning_rate=0.1, proximal_weight=100.0)
     moved = train_one(
@@ -312,7 +312,7 @@ def test_a_tolerance_trains_to_the_exact_minimiser_whatever_the_settings_of_sgd(
         torch.testing.assert_close(flat(moved), exact, rtol=0, atol=1e-9)
 
 
-def test_a_linear_term_moves_the_exact_minimiser_to_where_the_slope_is_its_opposite():
+def test_a_linear_term_moves_the_exact_minimiser_to_the_opposite_slope():
     params, data = ridge().initial_params(seed=1), ridge().data(0).train
     n = {"weight": torch.tensor([[1.0, -2.0, 0.5, 3.0]]).double(), "bias": torch.ones(1).double()}
     training = LocalTraining(tolerance=1e-10, proximal_weight=0.7)
@@ -323,7 +323,7 @@ def test_a_linear_term_moves_the_exact_minimiser_to_where_the_slope_is_its_oppos
     torch.testing.assert_close(flat(moved), exact, rtol=0, atol=1e-9)
 
 
-def test_exact_training_keeps_the_model_in_its_precision_and_frozen_parts_as_they_are():
+def test_exact_training_keeps_the_models_precision_and_frozen_parts():
     params, data = ridge(torch.float32).initial_params(seed=1), ridge().data(0).train
     training = LocalTraining(tolerance=1e-10, proximal_weight=0.7)
     moved = train_one(ridge(torch.float32), params, data, training, generator=torch.Generator())
@@ -529,7 +529,7 @@ def crumbs():
 @pytest.mark.parametrize(
     ("size", "sizes"), [(8, [8, 5, 4]), (4, [4, 4, 4, 3, 2]), (2, [*[2] * 7, 2, 2])]
 )
-def test_a_last_mini_batch_of_one_row_shares_the_rows_of_the_one_before(size, sizes):
+def test_a_last_mini_batch_of_one_row_joins_the_previous_rows(size, sizes):
     training = LocalTraining(batch_size=size, epochs=2)
     data = examples(17)
     own = [y for _, y in batches(data, training, torch.Generator(), fewest=2)]
@@ -556,7 +556,7 @@ class Picky(Net):
         {(8, ByFunction), (4, crumbs), (2, normalised), (2, Picky)}.__contains__,
     ),
 )
-def test_models_that_refuse_a_single_row_train_on_any_number_of_rows_above_one(build, batch_size):
+def test_models_that_refuse_a_single_row_train_on_two_or_more(build, batch_size):
     own = replace(task(), model=build)
     training = LocalTraining(batch_size=batch_size, epochs=2)
 
@@ -581,7 +581,7 @@ def test_models_that_refuse_a_single_row_train_on_any_number_of_rows_above_one(b
             torch.testing.assert_close(alone[name], value)
 
 
-def test_mini_batches_of_one_row_are_refused_with_the_layer_that_refuses_them():
+def test_mini_batches_of_one_row_are_refused_with_the_layer():
     own = replace(task(), model=normalised)
     training = LocalTraining(batch_size=1)
     start = own.initial_params(0)

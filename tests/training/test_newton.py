@@ -87,7 +87,7 @@ def test_steps_that_would_overshoot_are_shortened():
 
 
 @pytest.mark.parametrize("tolerance", [0.3, 1e-2, 1e-4, 1e-10])
-def test_the_gradient_is_within_the_tolerance_and_the_minimiser_within_it_over_mu(tolerance):
+def test_the_gradient_and_the_minimiser_are_within_the_tolerance(tolerance):
     """`LocalObjective.distance_to_minimiser` needs this: a μ-strongly convex objective."""
     data = records()
     start = {"weight": vector(2.0, -1.0, 3.0), "bias": vector(1.0)[0]}
@@ -141,7 +141,7 @@ def test_integer_features_stay_indices():
     ],
     ids=["linear", "saddle", "concave", "flat direction", "undefined"],
 )
-def test_what_is_not_strongly_convex_does_not_converge_and_the_message_says_what_to_change(
+def test_an_objective_without_strong_convexity_fails_with_a_remedy(
     objective,
 ):
     with pytest.raises(NotConverged, match="set proximal_weight above 0"):

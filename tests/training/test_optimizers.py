@@ -39,7 +39,7 @@ def examples(seed: int) -> Examples:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_training_is_that_of_torchs_own_optimizer_alone_and_among_others(name):
+def test_training_matches_torchs_optimizer_alone_and_among_others(name):
     training = LocalTraining(
         epochs=3, batch_size=8, learning_rate=0.02, optimizer=name, **OTHERS[name]
     )

@@ -233,7 +233,7 @@ def test_a_model_that_remembers_forgets_between_trainings(model):
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-def test_numbers_for_a_part_of_a_model_train_under_the_rest_of_one_built_anew():
+def test_numbers_for_part_of_a_model_train_under_a_rebuilt_rest():
     given = task(dense)
     part = {name: p for name, p in given.initial_params(1).items() if name.startswith("3.")}
     found, again = trained(given, part), trained(given, part)
@@ -305,7 +305,7 @@ class Scaling(nn.Module):
         return self.head(x.flatten(1))
 
 
-def test_what_a_model_does_to_its_features_in_place_is_no_part_of_the_next_step():
+def test_in_place_changes_of_features_do_not_reach_the_next_step():
     given = task(Scaling)
     params = given.initial_params(1)
     expected = plain_loop(given, params, SGD)
@@ -339,7 +339,7 @@ def with_an_error() -> None:
         raise ZeroDivisionError
 
 
-def test_random_numbers_go_on_as_if_nothing_had_been_seeded_in_between_even_by_an_error():
+def test_random_numbers_continue_as_if_nothing_was_seeded_even_after_errors():
     with seeded(1, torch.device("cpu")):
         torch.rand(3)
         first = torch.rand(2)

@@ -35,7 +35,7 @@ print(all(alike))
 """
 
 
-def test_where_this_package_comes_first_products_are_equal_in_every_place_of_a_batch():
+def test_if_imported_first_products_are_equal_in_every_batch_place():
     """The mode is on, and the products of equal models show it."""
     assert python(f"import flower_ext.training\n{ASK}{PRODUCTS}").split() == ["True", "True"]
 

@@ -57,7 +57,7 @@ def test_models_that_mix_examples_of_a_client_mix_no_clients(model):
 
 
 @pytest.mark.parametrize("model", [Dense, partial(nn.Linear, 4, 3)], ids=["own class", "layer"])
-def test_models_are_scored_on_their_own_examples_shared_or_not(model):
+def test_models_are_scored_on_their_examples_shared_or_separate(model):
     task, jobs = problem(model), jobs_of(model, [SGD], UNEVEN)
     shared = jobs[0].params
     models = [shared, jobs[1].params, shared, shared, *(job.params for job in jobs[4:])]

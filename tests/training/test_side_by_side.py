@@ -34,7 +34,7 @@ def run(own: Job):
     return (yield Training(task=task(), job=replace(own, params=model), trained=lambda name: True))
 
 
-def test_an_error_is_of_its_own_run_and_all_others_end_as_alone():
+def test_an_error_concerns_one_run_and_others_end_as_alone():
     (alone,) = side_by_side([run(job(1))])
     first, failed, last = side_by_side([run(job(1)), run(job(2, broken=True)), run(job(3))])
     assert isinstance(failed, RuntimeError)
@@ -80,7 +80,7 @@ def test_a_run_without_a_training_ends_before_the_next_one_is_made():
     assert steps == ["make 0", "end 0", "make 1", "end 1", "make 2", "end 2"]
 
 
-def test_a_training_that_nobody_waits_for_is_refused_in_place_of_a_model():
+def test_a_training_that_nobody_awaits_is_refused():
     waiting = Training(task=task(), job=job(1), trained=lambda name: True)
     with pytest.raises(ValueError, match=r"model = yield work\.train"):
         LocalResult(model=waiting)

@@ -52,7 +52,7 @@ def test_adding_a_number_to_all_scores_changes_nothing_however_large():
     assert grad(cox_loss)(1e4 * scores, targets).isfinite().all()
 
 
-def test_padding_changes_neither_loss_nor_gradient():
+def test_padding_does_not_change_loss_and_gradient():
     scores, targets = patients()
     padded = torch.cat([scores, torch.full((7, 1), 50.0, dtype=torch.float64)])
     nonsense = torch.cat([targets, torch.tensor([[3.0, 1.0]] * 7, dtype=torch.float64)])
@@ -82,7 +82,7 @@ def test_many_losses_at_once_are_the_losses_one_by_one():
     )
 
 
-def test_following_the_gradient_raises_the_risk_of_those_who_die_first():
+def test_following_the_gradient_raises_the_risk_of_early_deaths():
     time = torch.arange(1.0, 31.0)
     targets = torch.stack([time, torch.ones(30)], dim=1)
     features, weight = -time.unsqueeze(1) / 10, torch.zeros(1, 1)

@@ -104,7 +104,7 @@ def test_why_trees_train_apart_is_said():
     assert why_apart(PACKED, [job(aims)]) == "targets are not a single tensor"
 
 
-def test_users_of_a_silo_train_each_on_their_own_rows():
+def test_users_of_a_silo_train_on_separate_rows():
     data, owners = packed(30), torch.arange(30) % 4
     silo = SiloData(train=as_mapping(data), test=as_mapping(packed(2)), owners=owners)
     by_user = silo.by_user()
@@ -147,7 +147,7 @@ class Overwriting(Sentences):
         return super().forward(tokens.remainder_(7), mask.mul_(0))
 
 
-def test_a_model_that_writes_into_its_inputs_leaves_a_tree_as_it_is():
+def test_a_model_that_writes_into_its_inputs_leaves_trees_unchanged():
     data = as_mapping(packed(8))
     before = {name: leaf.clone() for name, leaf in data.features.items()}
     task = problem(Overwriting)
@@ -212,7 +212,7 @@ MAKERS = {
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("size", [1024, 4, 1])
-def test_outputs_of_mini_batches_are_joined_in_the_type_that_the_model_puts_out(kind, size):
+def test_outputs_of_mini_batches_are_joined_in_the_models_type(kind, size):
     class Model(Sentences):
         def forward(self, tokens, mask):
             return MAKERS[kind](super().forward(tokens, mask))
@@ -235,7 +235,7 @@ def test_outputs_of_mini_batches_are_joined_in_the_type_that_the_model_puts_out(
         assert torch.equal(outputs["hidden"][1], 2 * outputs.logits)
 
 
-def test_an_output_without_a_row_an_example_is_named_where_mini_batches_are_joined():
+def test_an_output_without_one_row_per_example_is_named_when_joined():
     data, params = with_labels(packed(10)), PACKED.initial_params(1)
     assert set(evaluate(OWN_LOSS, params, data)) == {"loss", "accuracy"}
     said = r"outputs\['loss'\] of shape \(\) for a mini-batch of 4 examples: .* such as logits"
@@ -246,7 +246,7 @@ def test_an_output_without_a_row_an_example_is_named_where_mini_batches_are_join
     assert found == pytest.approx(evaluate(OWN_LOSS, params, data))
 
 
-def test_an_error_of_one_client_of_trees_is_its_own():
+def test_an_error_of_one_client_of_trees_concerns_no_other():
     params, own = PACKED.initial_params(1), as_mapping(packed(4))
     wrong = Examples({"words": own.features["tokens"]}, own.targets)
     mislabelled = replace(own, targets=own.targets + 7)

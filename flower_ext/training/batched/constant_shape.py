@@ -35,7 +35,7 @@ from torch.nn.functional import cross_entropy
 
 from flower_ext.training.batched.form import Form, longest_first
 from flower_ext.training.batched.mapped import BY_CHANNEL
-from flower_ext.training.batched.stack import IGNORED, MiniBatches, Stack, together
+from flower_ext.training.batched.stack import IGNORED, MiniBatches, Stack, jobs_that_fit
 from flower_ext.training.isolation import deterministic_kernels, products_are_reproducible
 from flower_ext.training.job import Job, LocalTraining
 from flower_ext.training.params import Params, clone
@@ -83,18 +83,20 @@ class Shape(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def consists_of_rows(kind: TrainingKind) -> bool:
+def consists_of_rows(training_kind: TrainingKind) -> bool:
     """Return True if models of this kind may train in stacks of constant shape."""
-    on_cpu = kind.device.type == "cpu"
+    on_cpu = training_kind.device.type == "cpu"
     if on_cpu and not products_are_reproducible():
         return False
     # Other losses never see the padded rows (`Stack`), so their arrays have other shapes.
-    classifies = kind.loss is cross_entropy and kind.targets.dim() == 1
+    classifies = training_kind.loss is cross_entropy and training_kind.targets.dim() == 1
     # Unknown layers may transform weights in any way.
-    if not (classifies or kind.task.compares_examples) or not kind.task.factory.facts.known_holders:
+    task = training_kind.task
+    if not (classifies or task.compares_examples) or not task.factory.facts.known_holders:
         return False
     # Arrays of image layers do not have one row per example.
-    return not (on_cpu and any(isinstance(layer, BY_CHANNEL) for layer in kind.model().modules()))
+    layers = training_kind.model().modules()
+    return not (on_cpu and any(isinstance(layer, BY_CHANNEL) for layer in layers))
 
 
 def sizes_on(device: torch.device) -> tuple[int, ...]:
@@ -115,7 +117,7 @@ def jobs_for_trial(device: torch.device) -> int:
 class ConstantShape(Form):
     """The form that trains jobs of one `Shape` in stacks. Stacks speed up small models."""
 
-    kind: TrainingKind
+    training_kind: TrainingKind
     shape: Shape
     batch_invariant = True
 
@@ -129,12 +131,12 @@ class ConstantShape(Form):
         * a job with an `IGNORED` target, because that target would change how the loss of the whole
           stack is computed
         """
-        most = sizes_on(self.kind.device)[-1]
+        most = sizes_on(self.training_kind.device)[-1]
         members = [
             index
             for index, job in enumerate(jobs)
             if Shape.of(job) == self.shape
-            and together(self.kind.task, job, memory_limit) >= most
+            and jobs_that_fit(self.training_kind.task, job, memory_limit) >= most
             and IGNORED not in job.examples.targets
         ]
         order = longest_first(jobs, members)
@@ -142,8 +144,8 @@ class ConstantShape(Form):
 
     def train(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
         """Return the models of a group, as `Form.train` does."""
-        with deterministic_kernels(self.kind.device):
-            models = ConstantStack(self.kind.task, jobs, trained, self.shape.rows).train()
+        with deterministic_kernels(self.training_kind.device):
+            models = ConstantStack(self.training_kind.task, jobs, trained, self.shape.rows).train()
         return {n: w[: len(jobs)].to(jobs[0].params[n]) for n, w in models.items()}
 
 

@@ -104,7 +104,7 @@ def attempt_groups(
                 yield left, error
             else:
                 half = len(left) // 2
-                parts += [left[half:], left[:half]]
+                parts += [left[half:], left[:half]]  # the first half runs next
 
 
 def train_each(
@@ -184,7 +184,7 @@ def train_groups(
     """
     if any(len(job.examples) == 0 for job in jobs):
         raise InvalidValue("cannot train on a client without examples: leave the client out")
-    for group, form in assigned(task, jobs, memory_limit, batch_invariant=batch_invariant):
+    for group, form in assign_forms(task, jobs, memory_limit, batch_invariant=batch_invariant):
         members = [jobs[index] for index in group]
         if form is not None:
             yield group, form.train(members, trained)
@@ -203,11 +203,11 @@ def trains_one_by_one(task: Task, example: Examples, training: LocalTraining) ->
     examples = Examples(*trees.zeros((example.features, example.targets), rows))
     params, generator = task.initial_params(0), torch.Generator()
     job = Job(params=params, examples=examples, training=training, generator=generator)
-    ((_, form),) = assigned(task, [job], MEMORY_LIMIT, batch_invariant=True)
+    ((_, form),) = assign_forms(task, [job], MEMORY_LIMIT, batch_invariant=True)
     return form is None
 
 
-def assigned(
+def assign_forms(
     task: Task, jobs: Sequence[Job], memory_limit: int, *, batch_invariant: bool
 ) -> Iterator[tuple[list[int], Form | None]]:
     """Yield groups of jobs that train together, as pairs of the jobs' indices and their form.
@@ -234,34 +234,36 @@ def _forms(task: Task, jobs: Sequence[Job], *, batch_invariant: bool) -> Iterato
     """Yield forms for jobs whose examples have one shape and type, the fastest form first."""
     if why_never_together(jobs) is not None:
         return
-    kind = kind_of(task, jobs[0].examples.features, jobs[0].examples.targets, jobs[0].params)
+    examples = jobs[0].examples
+    training_kind = kind_of(task, examples.features, examples.targets, jobs[0].params)
     # With batch invariance, a single job must train as it would in a group.
     lone = len(jobs) == 1 and not batch_invariant
     for form_for in plugins.offered(GROUP):
         form = form_for(task, jobs[0])
         if form is None or (batch_invariant and not form.batch_invariant):
             continue
-        if (form.gains_alone(jobs[0]) or not lone) and _is_sound(form, kind):
+        if (form.gains_alone(jobs[0]) or not lone) and _is_sound(form, training_kind):
             yield form
     if batch_invariant:
-        if consists_of_rows(kind) and why_not_stacked(kind) is None:
-            yield from _of_constant_shape(kind, jobs)
-    elif not lone and why_not_stacked(kind) is None:
+        if consists_of_rows(training_kind) and why_not_stacked(training_kind) is None:
+            yield from _of_constant_shape(training_kind, jobs)
+    elif not lone and why_not_stacked(training_kind) is None:
         yield Stacked(task)
 
 
-def _of_constant_shape(kind: TrainingKind, jobs: Sequence[Job]) -> Iterator[Form]:
+def _of_constant_shape(training_kind: TrainingKind, jobs: Sequence[Job]) -> Iterator[Form]:
     """Yield a `ConstantShape` for each job's `Shape`, if a trial finds its stacks invariant."""
-    if _is_sound(ConstantShape(kind, Shape.of(random_job(kind, 3))), kind):
+    form = ConstantShape(training_kind, Shape.of(random_job(training_kind, 3)))
+    if _is_sound(form, training_kind):
         for shape in dict.fromkeys(map(Shape.of, jobs)):
-            if stack_rounds_alike(kind, shape):
-                yield ConstantShape(kind, shape)
+            if stack_rounds_alike(training_kind, shape):
+                yield ConstantShape(training_kind, shape)
 
 
-def _is_sound(form: Form, kind: TrainingKind) -> bool:
+def _is_sound(form: Form, training_kind: TrainingKind) -> bool:
     """Return True if the form gives the results of `local.train` for jobs of this kind."""
     # The type of a known layer determines what it computes, so no trial is needed.
-    return kind.task.factory.facts.known or trains_alike(kind, form)
+    return training_kind.task.factory.facts.known or trains_alike(training_kind, form)
 
 
 def why_never_together(jobs: Sequence[Job]) -> str | None:
@@ -281,10 +283,10 @@ def why_never_together(jobs: Sequence[Job]) -> str | None:
 
 
 @lru_cache(maxsize=64)
-def why_not_stacked(kind: TrainingKind) -> str | None:
+def why_not_stacked(training_kind: TrainingKind) -> str | None:
     """Return why models of this kind cannot train in a stack; None if they can."""
-    reason = why_models_differ(kind, Stacked(kind.task).train, train)
-    if reason is None and (layer := refusing_layer(kind)):
+    reason = why_models_differ(training_kind, Stacked(training_kind.task).train, train)
+    if reason is None and (layer := refusing_layer(training_kind)):
         reason = f"{layer} refuses a mini-batch of a single row"
     if reason:
         log.info("local trainings run one by one: %s", reason)
@@ -292,21 +294,25 @@ def why_not_stacked(kind: TrainingKind) -> str | None:
 
 
 @lru_cache(maxsize=64)
-def trains_alike(kind: TrainingKind, form: Form) -> bool:
+def trains_alike(training_kind: TrainingKind, form: Form) -> bool:
     """Return True if a trial finds that a form trains models of this kind as `local.train` does.
 
     The function also returns False for a model whose forward pass changes its own state. A model
     that counts its passes, for example, might begin to use the count after the trial has ended.
     """
-    return not (why_changed_by_pass(kind) or why_models_differ(kind, form.train, train))
+    if why_changed_by_pass(training_kind):
+        return False
+    return not why_models_differ(training_kind, form.train, train)
 
 
 @lru_cache(maxsize=256)
-def stack_rounds_alike(kind: TrainingKind, shape: Shape) -> bool:
+def stack_rounds_alike(training_kind: TrainingKind, shape: Shape) -> bool:
     """Return True if a trial finds that no bit of a model depends on the rest of its stack."""
-    together, count = ConstantShape(kind, shape).train, jobs_for_trial(kind.device)
+    form, count = ConstantShape(training_kind, shape), jobs_for_trial(training_kind.device)
     try:
-        reason = why_bits_differ(kind, together, shape.settings, terms=shape.has_terms, count=count)
+        reason = why_bits_differ(
+            training_kind, form.train, shape.settings, terms=shape.has_terms, count=count
+        )
     except RuntimeError as error:  # an accelerator lacks a deterministic kernel, or memory
         reason = str(error)
     if reason:

@@ -282,6 +282,7 @@ def _convolve(layer: nn.Conv2d, x: Tensor) -> Tensor:
         return nn.Conv2d.forward(layer, x)
 
     def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # One convolution computes all models: each has its channels, and its group of kernels.
         groups, kernel = len(weight) * layer.groups, weight.flatten(0, 1)
         added = None if bias is None else bias.flatten()
         stride, padding, dilation = layer.stride, layer.padding, layer.dilation

@@ -282,7 +282,7 @@ class Stacked(Form):
         )
         left = order[next(worth, len(order)) :]
         while len(left) > 1:
-            size = together(self.task, jobs[left[0]], memory_limit)
+            size = jobs_that_fit(self.task, jobs[left[0]], memory_limit)
             if size > 1:
                 yield left[:size]
             left = left[size:]
@@ -293,7 +293,7 @@ class Stacked(Form):
         return {n: w.to(like[n]) for n, w in Stack(self.task, jobs, trained).train().items()}
 
 
-def together(task: Task, job: Job, memory_limit: int) -> int:
+def jobs_that_fit(task: Task, job: Job, memory_limit: int) -> int:
     """Return how many jobs like this one fit into ``memory_limit`` bytes; at least one."""
     features, rows = job.examples.features, min(len(job.examples), job.training.batch_size)
     numbers = sum(p.numel() for p in job.params.values())

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
-_READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_READING_TOO = {_aten._pack_padded_sequence.default}
-_OUT_OF_SIGHT = {
+_READING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_READING_WITHOUT_TAG = {_aten._pack_padded_sequence.default}  # it reads the lengths
+_NOT_DISPATCHED = {
     *(Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__),
     *(Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage, Tensor.__dlpack__),
 }
@@ -33,7 +33,7 @@ _ANSWERS = {
     **dict.fromkeys((torch.any, Tensor.any), True),
 }
 """Answers to tests of whole tensors, as if some of their numbers were 0 and others were not."""
-_COUNTS = (torch.sum, Tensor.sum)
+_SUMS = (torch.sum, Tensor.sum)
 
 
 class ReadsValues(Exception):
@@ -54,7 +54,7 @@ class DecidedTests(TorchFunctionMode):
         if len(args) == 1 and not kwargs:
             if func in _ANSWERS:
                 return torch.tensor(_ANSWERS[func], device=args[0].device)
-            if func in _COUNTS and args[0].dtype == torch.bool:
+            if func in _SUMS and args[0].dtype == torch.bool:
                 return torch.tensor(0, device=args[0].device)
         return func(*args, **(kwargs or {}))
 
@@ -67,8 +67,9 @@ class ControlFlowWatch(TorchDispatchMode):
 
     def __init__(self, features: Sequence[Tensor], model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._of_model = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-        self._derived: dict[int, StorageWeakRef] = {}  # references, so that no address is reused
+        self._model_storages = {*map(_storage, [*model.parameters(), *model.buffers()])}
+        # Weak references: while one exists, no new tensor gets the same address.
+        self._derived: dict[int, StorageWeakRef] = {}
         for leaf in features:
             self._mark_derived(leaf)
 
@@ -77,11 +78,12 @@ class ControlFlowWatch(TorchDispatchMode):
     ) -> Any:
         """Inspect one operation, then run it."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        # A random draw counts as derived: operations that depend on it may differ in each pass.
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if not draws and not any(map(self.is_derived, inputs)):
             return func(*args, **(kwargs or {}))
         written = [*_written(func, args)]
-        if any(_storage(tensor) in self._of_model for tensor in written):
+        if any(_storage(tensor) in self._model_storages for tensor in written):
             raise ReadsValues(f"{func} writes into the model")
         if _reads(func, inputs):
             raise ReadsValues(f"{func} reads a number that depends on the features")
@@ -100,7 +102,9 @@ class ControlFlowWatch(TorchDispatchMode):
             self._derived[storage] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-class _OutOfSight(TorchFunctionMode):
+class _MethodWatch(TorchFunctionMode):
+    """Raise `ReadsValues` for the methods in `_NOT_DISPATCHED`."""
+
     def __init__(self, watch: ControlFlowWatch) -> None:
         super().__init__()
         self.watch = watch
@@ -108,7 +112,7 @@ class _OutOfSight(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in _OUT_OF_SIGHT and self.watch.is_derived(args[0]):
+        if func in _NOT_DISPATCHED and self.watch.is_derived(args[0]):
             raise ReadsValues(f"Tensor.{func.__name__} reads a number that depends on the features")
         return func(*args, **(kwargs or {}))
 
@@ -116,16 +120,17 @@ class _OutOfSight(TorchFunctionMode):
 @contextmanager
 def watched(features: Sequence[Tensor], model: nn.Module) -> Iterator[None]:
     """Raise `ReadsValues` if ``model`` reads or stores a value of ``features`` in this context."""
-    with _OutOfSight(watch := ControlFlowWatch(features, model)), watch:
+    with _MethodWatch(watch := ControlFlowWatch(features, model)), watch:
         yield
 
 
 def _reads(func: Any, inputs: Sequence[Tensor]) -> bool:
     if func == _aten.index.Tensor:  # indexing by numbers gives a shape known beforehand
+        # Indexing by booleans returns as many rows as there are True.
         return any(index.dtype in (torch.bool, torch.uint8) for index in inputs[1:])
     if func.namespace not in ("aten", "prims"):  # an unknown operation may read anything
         return True
-    return not _READING.isdisjoint(func.tags) or func in _READING_TOO
+    return not _READING_TAGS.isdisjoint(func.tags) or func in _READING_WITHOUT_TAG
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
@@ -136,5 +141,6 @@ def _written(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
+    # Views of a tensor share its storage, so a write through any view is seen.
     address: int = tensor.untyped_storage()._cdata
     return address

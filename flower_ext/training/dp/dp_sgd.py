@@ -23,7 +23,7 @@ from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import DpSgd, NoiseSource
-from flower_ext.training.dp.passes import TOGETHER, Passes, Way
+from flower_ext.training.dp.passes import MOST_STORED, Passes, Way
 from flower_ext.training.index_limits import usable_rows
 from flower_ext.training.isolation import attempted, draws_seed, seeded
 from flower_ext.training.job import Job
@@ -137,6 +137,7 @@ def noised_step(
         problem,
         weights,
         divisor=size,
+        # The step multiplies its noise by η / size. The weights get noise of ``noise.stddev``.
         stddev=noise.stddev * size / training.learning_rate,
         noise=noise.source,
         learning_rate=training.learning_rate,
@@ -163,17 +164,17 @@ def _step(
     """
     seeds = count(seed)
 
-    def added(point: Params) -> Tensor:
+    def sum_of_terms(point: Params) -> Tensor:
         return torch.stack([term(point) for term in terms]).sum()
 
     def step(x: Tree, y: Tree) -> None:
         with seeded(next(seeds), problem.device):
             summed = clipped_gradient({**problem.rest, **weights}, x, y)
-        pulls = gradient(added, weights) if terms else {}
+        pull_of_terms = gradient(sum_of_terms, weights) if terms else {}
         for name, noised in noise.add_gaussian(summed, stddev).items():
             weights[name].sub_(noised, alpha=learning_rate / divisor)
             if terms:
-                weights[name].sub_(pulls[name], alpha=learning_rate)
+                weights[name].sub_(pull_of_terms[name], alpha=learning_rate)
 
     return step
 
@@ -204,12 +205,7 @@ class ClippedGradient:
     """
 
     def __init__(
-        self,
-        task: Task,
-        names: list[str],
-        *,
-        clipping_norm: float,
-        batch_size: float = TOGETHER,
+        self, task: Task, names: list[str], *, clipping_norm: float, batch_size: float = MOST_STORED
     ) -> None:
         if task.compares_examples:
             raise InvalidValue(
@@ -252,6 +248,7 @@ class ClippedGradient:
         """Clip each ``valid`` example's gradient, and add it to ``summed`` if it is finite."""
         # One norm over all parameters: a bound for each layer alone would allow a longer gradient.
         norms = reduce(torch.add, [part.squares() for part in parts.values()]).sqrt()
+        # The smallest norm is 1e-30, because a gradient of zero would divide by zero.
         factors = (self.clipping_norm * _MARGIN / norms.clamp_min(1e-30)).clamp_max(1.0)
         factors = factors.where(valid, 0.0)
         # A factor of zero does not remove gradients that are not finite, because 0 · NaN is NaN.
@@ -267,6 +264,7 @@ class ClippedGradient:
         If all losses fail, there are no gradients.
         """
         device, width = trees.first(x).device, self.passes.width(way)
+        # One seed for all passes over these examples, so that a repeated pass draws the same masks.
         seed = int(torch.randint(2**62, (1,)))
         valid = torch.ones(trees.length(x), dtype=torch.bool, device=device)
         if device.type != "cpu" and not (usable := usable_rows(self.task, x, y)).all():
@@ -275,20 +273,24 @@ class ClippedGradient:
         parts = self._try_pass(way, x, y, seed) if valid.any() else {}
         if parts is None:
             # One example's error ends the whole pass. Find that example, so that the others count.
-            valid = valid & torch.tensor(self._pass_alone(way, x, y, seed), device=device)
+            valid = valid & torch.tensor(self._which_pass(way, x, y, seed), device=device)
             x, y = _with_stand_ins(x, y, valid)
             parts = self._try_pass(way, x, y, seed)
+        # The copies that fill the pass are not valid.
         return parts or {}, functional.pad(valid, (0, width - len(valid)))
 
-    def _pass_alone(self, way: Way, x: Tree, y: Tree, seed: int) -> list[bool]:
-        """Return one bool for each example: False if its loss raises an error."""
+    def _which_pass(self, way: Way, x: Tree, y: Tree, seed: int) -> list[bool]:
+        """Return one bool for each example: False if its loss raises an error.
+
+        Halving finds one failing example among n in about 2 log₂ n passes.
+        """
         if self._try_pass(way, x, y, seed) is not None:
             return [True] * trees.length(x)
         if trees.length(x) == 1:
             self._log_once(WARNING, "an example's loss raises an error, so it counts as zero")
             return [False]
         halves = trees.split((x, y), -(-trees.length(x) // 2))
-        return [valid for x, y in halves for valid in self._pass_alone(way, x, y, seed)]
+        return [valid for x, y in halves for valid in self._which_pass(way, x, y, seed)]
 
     def _try_pass(self, way: Way, x: Tree, y: Tree, seed: int) -> Parts | None:
         """Return the gradients from one pass over these examples; None if it raises an error."""
@@ -315,6 +317,6 @@ class ClippedGradient:
 def _with_stand_ins(x: Tree, y: Tree, valid: Tensor) -> tuple[Tree, Tree]:
     """Replace every example that is not ``valid`` by the first valid one."""
     # The valid examples stay in place, so that dropout draws the same numbers for them.
-    rows = torch.arange(len(valid), device=valid.device)
-    stood_in: tuple[Tree, Tree] = trees.rows((x, y), rows.where(valid, valid.int().argmax()))
+    rows, first_valid = torch.arange(len(valid), device=valid.device), valid.int().argmax()
+    stood_in: tuple[Tree, Tree] = trees.rows((x, y), rows.where(valid, first_valid))
     return stood_in

@@ -47,12 +47,12 @@ from flower_ext.training.trials.made_up_examples import deterministic, random_ex
 
 log = getLogger("flwr")
 
-TOGETHER, _FEWEST = 64, 4
+MOST_STORED, _FEWEST_STORED = 64, 4
 """Most and fewest examples that pass together if each example's gradient is stored.
 
 Fewer than four would change the rounding, because libraries use different kernels for so few rows.
 """
-_MOST_DENSE, _OF_EIGHT = 1024, 8
+_MOST_NOT_STORED, _MULTIPLE = 1024, 8
 """If no gradient is stored, at most 1,024 examples pass together, always a multiple of eight."""
 _UNKNOWN = "flower_ext has no formula for the gradients of layer {!r}"
 
@@ -101,11 +101,12 @@ class Passes:
         if way == Way.BY_VMAP or (on_cpu and not self._is_dense):
             # Each gradient is stored. Padding costs time, so two or three small passes are better
             # than a large one.
-            half = math.ceil(min(self.batch_size, 2 * TOGETHER) / 2)
-            return max(_FEWEST, 1 << (half - 1).bit_length())
-        usual = self.batch_size + 3 * math.sqrt(self.batch_size)  # Poisson samples rarely exceed it
-        passes = math.ceil(usual / _MOST_DENSE)
-        return _OF_EIGHT * math.ceil(usual / passes / _OF_EIGHT)
+            half = math.ceil(min(self.batch_size, 2 * MOST_STORED) / 2)
+            return max(_FEWEST_STORED, 1 << (half - 1).bit_length())  # round up to a power of two
+        # Three standard deviations above the mean: a Poisson sample rarely exceeds this size.
+        usual = self.batch_size + 3 * math.sqrt(self.batch_size)
+        passes = math.ceil(usual / _MOST_NOT_STORED)
+        return _MULTIPLE * math.ceil(usual / passes / _MULTIPLE)
 
     def in_one_pass(self, x: Tree, y: Tree, loss: ExampleLoss) -> Parts:
         """Return each example's gradients for the parameters on which the loss depends."""
@@ -134,7 +135,7 @@ class Passes:
             for hook in hooks:
                 hook.remove()
         slopes = torch.autograd.grad(
-            _summed(loss, outputs, y, count), [*outputs_of.values()], allow_unused=True
+            _sum_of_losses(loss, outputs, y, count), [*outputs_of.values()], allow_unused=True
         )
         parts: dict[str, Any] = {}
         for name, slope in zip(outputs_of, slopes, strict=True):
@@ -142,6 +143,7 @@ class Passes:
                 of_layer = gradients(self.layers[name], inputs_of[name], slope)
                 for leaf, part in of_layer.items():
                     parts[f"{name}.{leaf}".removeprefix(".")] = part
+        # In the order of `names`, as the other ways do: the order decides how norms are rounded.
         return {name: parts[name] for name in self.names if name in parts}
 
     def prepare(self, features: Tree, count: int) -> None:
@@ -189,15 +191,15 @@ class Passes:
 
         Refuse the model if `why_not_one_by_one` returns a reason.
         """
-        kind = kind_of(self.task, features, targets, self.params)
-        threads = torch.get_num_threads()
-        way, self.decides_tests = _tried(kind, tuple(self.names), self.batch_size, threads)
+        training_kind = kind_of(self.task, features, targets, self.params)
+        size, threads = self.batch_size, torch.get_num_threads()
+        way, self.decides_tests = _fastest_way(training_kind, tuple(self.names), size, threads)
         return way
 
 
 @lru_cache(maxsize=64)
-def _tried(
-    kind: TrainingKind, names: tuple[str, ...], batch_size: float, threads: int
+def _fastest_way(
+    training_kind: TrainingKind, names: tuple[str, ...], batch_size: float, threads: int
 ) -> tuple[Way, bool]:
     """Return the fastest way that trials allow, and `Passes.decides_tests`.
 
@@ -206,27 +208,27 @@ def _tried(
     decide which operations the model runs (`watched`). Trials also exclude one pass, and then vmap,
     if bits of an example's gradient depend on the example's place or on other examples.
     """
-    if reason := why_not_one_by_one(kind, names):
+    if reason := why_not_one_by_one(training_kind, names):
         raise InvalidValue.tellable(reason)
-    passes = Passes(kind.task, [*names], batch_size)
-    trial = BatchInvarianceTrial(kind, passes.model, passes.params, passes.names)
+    passes = Passes(training_kind.task, [*names], batch_size)
+    trial = BatchInvarianceTrial(training_kind, passes.model, passes.params, passes.names)
     way, width = Way.IN_ONE_PASS, passes.width(Way.IN_ONE_PASS)
     if reason := (
         next((_UNKNOWN.format(n) for n, m in passes.layers.items() if not is_known(m)), None)
-        or _why_not(passes.prepare, kind.features, width)
-        or _why_not(trial.why_gradients_differ, passes.in_one_pass, width)
-        or _why_not(trial.why_bits_differ, passes.in_one_pass, width)
+        or _reason_or_error(passes.prepare, training_kind.features, width)
+        or _reason_or_error(trial.why_gradients_differ, passes.in_one_pass, width)
+        or _reason_or_error(trial.why_bits_differ, passes.in_one_pass, width)
     ):
         log.info("DP-SGD does not compute single examples' gradients %s: %s", way, reason)
         way, width = Way.BY_VMAP, passes.width(Way.BY_VMAP)
-        if reason := _why_not(trial.why_bits_differ, passes.by_vmap, width):
+        if reason := _reason_or_error(trial.why_bits_differ, passes.by_vmap, width):
             log.info("DP-SGD does not compute single examples' gradients %s: %s", way, reason)
             way = Way.ONE_BY_ONE
     log.info("DP-SGD computes the gradients of single examples %s", way)
     return way, passes.decides_tests
 
 
-def _why_not(trial: Callable[..., str | None], *arguments: object) -> str | None:
+def _reason_or_error(trial: Callable[..., str | None], *arguments: object) -> str | None:
     """Return the reason that a trial returns, or the error that it raises."""
     try:
         return trial(*arguments)
@@ -234,18 +236,21 @@ def _why_not(trial: Callable[..., str | None], *arguments: object) -> str | None
         return repr(error)
 
 
-def _summed(loss: ExampleLoss, outputs: Any, y: Tree, count: int) -> Tensor:
+def _sum_of_losses(loss: ExampleLoss, outputs: Any, y: Tree, count: int) -> Tensor:
     """Return the sum of the examples' losses, each computed from that example alone."""
     if loss is functional.cross_entropy and isinstance(outputs, Tensor) and outputs.dim() == 2:
         return functional.cross_entropy(outputs, y, reduction="sum")
     rows = {name: leaf for name, leaf in trees.named("", outputs) if has_rows(leaf, count)}
 
     def alone(rows: Mapping[str, Tensor], target: Tree) -> Tensor:
+        # vmap gives this function one row of each tensor. Put the rows back into the outputs, whose
+        # tensors have the same order.
         left = iter(rows.values())
 
         def with_one_row(leaf: Any) -> Any:
             if has_rows(leaf, count):
                 return next(left).unsqueeze(0)
+            # A tensor of the whole batch could mix examples, so a loss that uses it must fail.
             return None if isinstance(leaf, Tensor) else leaf
 
         target = trees.mapped(lambda leaf: leaf.unsqueeze(0), target)

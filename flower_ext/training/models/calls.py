@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
+from functools import lru_cache
+from threading import get_ident
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
+from flower_ext.training.isolation import seeded
+from flower_ext.training.models.dropout import own_dropout
+from flower_ext.training.models.factory import ModelFactory, in_training
 from flower_ext.training.params import Params
 
 
@@ -67,6 +74,44 @@ class SettableModel:
         """Call the model, with the tensors of the last `set_params`, on features ``x``."""
         with _telling_types(self._params, x):
             return call_model(self.model, x)
+
+
+def settable_model(
+    factory: ModelFactory,
+    params: Mapping[str, Tensor],
+    device: torch.device,
+    *,
+    trains: bool,
+    dtype: torch.dtype | None = None,
+) -> SettableModel:
+    """Return a model for ``params``, in training or evaluation mode: the thread's, or a new one.
+
+    With a ``dtype``, frozen tensors are converted to this type.
+    """
+    # A shared model that kept a client's values would carry them to the next client.
+    is_shared = dtype is None and factory.facts.serves_in_turn(params)
+    return (_shared_model if is_shared else _new_model)(factory, device, trains, dtype, get_ident())
+
+
+def _new_model(
+    factory: ModelFactory,
+    device: torch.device,
+    trains: bool,
+    dtype: torch.dtype | None,
+    thread: int,
+) -> SettableModel:
+    # Seed torch, so that random numbers drawn to build the model do not change later draws.
+    with seeded(0, device):
+        model = factory.on(device)
+        model = own_dropout(in_training(model)) if trains else model.eval()
+    if dtype is not None and factory.facts.frozen:
+        model = deepcopy(model).to(dtype)  # all models of a factory share the frozen tensors
+    return SettableModel(model)
+
+
+# Building a small model takes as long as one or two steps. Each thread shares a model of its own,
+# because another thread would replace the model's tensors in the middle of a step.
+_shared_model = lru_cache(maxsize=128)(_new_model)
 
 
 class UnlikeTypes(InvalidValue):

@@ -30,7 +30,7 @@ class Dropout(nn.Dropout):
         """Return ``x``; in training mode, set a random part to 0, and scale the rest."""
         if not self.training or self.p == 0 or not x.is_cpu:
             return super().forward(x)
-        bits = draw(words(x.numel()), torch.default_generator)[: x.numel()]
+        bits = draw_bits(draws_needed(x.numel()), torch.default_generator)[: x.numel()]
         noise = _noise(bits.view(x.shape), self.p, x.dtype)
         return x.mul_(noise) if self.inplace else x * noise
 
@@ -60,22 +60,22 @@ class Draws:
     def noise(self, shape: Sequence[int], p: float, dtype: torch.dtype) -> Tensor:
         """Return factors of this shape, (K, batch, …): 0 with probability p, else 1 / (1 − p)."""
         each = math.prod(shape[2:])
-        drawn = torch.zeros((shape[0], words(shape[1] * each)), dtype=torch.int64)
+        drawn = torch.zeros((shape[0], draws_needed(shape[1] * each)), dtype=torch.int64)
         for row, generator, count in zip(drawn.unbind(), self.generators, self.counts, strict=True):
             if generator is not None:
-                drawn_row = row if count == shape[1] else row[: words(count * each)]
+                drawn_row = row if count == shape[1] else row[: draws_needed(count * each)]
                 drawn_row.random_(_LEAST, None, generator=generator)
         bits = drawn.view(torch.int16)[:, : shape[1] * each]
         return _noise(bits.reshape(tuple(shape)), p, dtype)
 
 
-def draw(count: int, generator: torch.Generator) -> Tensor:
+def draw_bits(count: int, generator: torch.Generator) -> Tensor:
     """Draw ``count`` numbers of 64 bits; return their bits as 16-bit numbers."""
     drawn = torch.empty(count, dtype=torch.int64).random_(_LEAST, None, generator=generator)
     return drawn.view(torch.int16)
 
 
-def words(count: int) -> int:
+def draws_needed(count: int) -> int:
     """Return how many 64-bit draws yield at least ``count`` 16-bit numbers."""
     return -(-count // AT_A_TIME)
 

@@ -46,7 +46,7 @@ from flower_ext.training.trials.made_up_examples import (
     unlike_examples,
     with_odd_rows,
 )
-from flower_ext.training.trials.snapshots import find_memory
+from flower_ext.training.trials.snapshots import Observed, find_carried_change
 
 _KEEPS = (
     "{place} changes while an example passes the model or its loss: expected no change, because "
@@ -74,7 +74,7 @@ Follow = Callable[[Tree, Tree, ExampleLoss], Parts]
 """Returns every example's gradient from one pass over features and targets."""
 
 
-def why_not_one_by_one(kind: TrainingKind, names: Sequence[str]) -> str | None:
+def why_not_one_by_one(training_kind: TrainingKind, names: Sequence[str]) -> str | None:
     """Return why a model or a loss cannot learn from one example at a time; None if it can.
 
     There are two possible reasons. First, the model or the loss remembers an example; the text then
@@ -86,25 +86,27 @@ def why_not_one_by_one(kind: TrainingKind, names: Sequence[str]) -> str | None:
     example had already made the same change. On an accelerator, integer features are zeros and
     ones; on a CPU the trial uses other integers too (see `unlike_examples`).
     """
-    usual = _usual_examples(kind.features, kind.targets)
-    for device in dict.fromkeys((kind.device, torch.device("cpu"))):
-        on_device = replace(kind, device=device).task
+    features, targets = training_kind.features, training_kind.targets
+    usual = _usual_examples(features, targets)
+    for device in dict.fromkeys((training_kind.device, torch.device("cpu"))):
+        on_device = replace(training_kind, device=device).task
         model = _random_model(on_device, names)
         on_cpu = device.type == "cpu"
-        unlike = unlike_examples(kind.features, kind.targets, model, integers=on_cpu)
+        unlike = unlike_examples(features, targets, model, integers=on_cpu)
         examples = [trees.to(example, device) for example in (*usual, *trees.each(unlike))]
 
-        def begin(task: Task = on_device) -> tuple[Mapping[str, Any], Callable[..., Params]]:
+        def begin(task: Task = on_device) -> Observed:
             model = _random_model(task, names)
-            return {"model": model, "loss": task.loss}, partial(_gradient, task, model, names)
+            roots = {"model": model, "loss": task.loss}
+            return Observed(roots, partial(_gradient, task, model, names))
 
         order = range(len(examples))
         # Some kernels of accelerators round differently each time.
         with deterministic_kernels(device, strict=False):
-            place, gradients = find_memory(begin, examples, (order, order[::-1]), device)
+            place, gradients = find_carried_change(begin, examples, (order, order[::-1]), device)
         if place is not None:
             return _KEEPS.format(place=place)
-        if device == kind.device:
+        if device == training_kind.device:
             name, outputs_of = type(model).__name__, partial(_outputs_of, model)
             some = slice(len(usual))
             if reason := why_nothing_learned(name, outputs_of, examples[some], gradients[some]):
@@ -236,9 +238,10 @@ class BatchInvarianceTrial:
     """
 
     def __init__(
-        self, kind: TrainingKind, model: nn.Module, params: Params, names: list[str]
+        self, training_kind: TrainingKind, model: nn.Module, params: Params, names: list[str]
     ) -> None:
-        self.kind, self.model, self.params, self.names = kind, model, params, names
+        self.training_kind, self.names = training_kind, names
+        self.model, self.params = model, params
 
     def why_gradients_differ(self, follow: Follow, count: int) -> str | None:
         """Return why an example has a different gradient in a pass over several examples.
@@ -246,11 +249,11 @@ class BatchInvarianceTrial:
         The trial compares three of the examples, up to rounding. An error of the model or the loss
         reaches the caller.
         """
-        targets = trees.zeros(self.kind.targets, count)
+        targets = trees.zeros(self.training_kind.targets, count)
         with self._random_weights() as generator:
             x, directions = self._examples(count, generator)
             tried = torch.tensor([0, count // 2, count - 1], device=trees.first(x).device)
-            for by, y in ((_along, directions), (self.kind.loss, targets)):
+            for by, y in ((_along, directions), (self.training_kind.loss, targets)):
                 alone = [
                     gradient_alone(self.model, self.params, self.names, by, row, target)
                     for row, target in trees.each(trees.rows((x, y), tried))
@@ -272,11 +275,11 @@ class BatchInvarianceTrial:
 
         A reason is certain. None is only evidence, for this processor and number of threads.
         """
-        targets = trees.zeros(self.kind.targets, count)
+        targets = trees.zeros(self.training_kind.targets, count)
         with self._random_weights() as generator:
             x, directions = self._examples(count, generator)
             places = torch.arange(count, device=trees.first(x).device)
-            for by, y in ((_along, directions), (self.kind.loss, targets)):
+            for by, y in ((_along, directions), (self.training_kind.loss, targets)):
                 usual = _numbers(_followed(follow, x, y, by))
                 for order in (places.roll(1), places.flip(0), places.new_zeros(count)):
                     moved, along = trees.rows((x, y), order)
@@ -327,7 +330,7 @@ class BatchInvarianceTrial:
 
     def _examples(self, count: int, generator: torch.Generator) -> tuple[Tree, dict[str, Tensor]]:
         """Return random examples, and random directions along which to sum the model's outputs."""
-        x = random_examples(self.kind.features, count, generator)
+        x = random_examples(self.training_kind.features, count, generator)
         pair = trees.mapped(lambda leaf: leaf[:2].clone(), x)
         with torch.no_grad():
             outputs = call_model(self.model, pair)

@@ -5,7 +5,7 @@ closure of a function or a hook, or a global variable. Functions and classes tha
 have such variables, too. These count if the function or class is part of the same project. All
 these variables are called places. A `snapshot` holds the values at all places, and `changed_places`
 names the places where two snapshots differ. A change elsewhere can only be found by its effect, so
-`find_memory` also compares results.
+`find_carried_change` also compares results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,6 +45,13 @@ _SKIPPED = (
 _LIBRARIES = ("torch", "numpy", "builtins", "typing", "collections", "functools", "abc", "enum")
 _DEEPEST = 40
 _GENERATORS = "the global generator of numpy.random or random (draw from torch.rand instead)"
+
+
+class Observed(NamedTuple):
+    """A fresh computation on examples, and the roots of the snapshots that show what it stores."""
+
+    roots: Mapping[str, Any]
+    step: Callable[[Tree, Tree], Params]
 
 
 class _Itself:
@@ -90,20 +97,18 @@ def changed_places(before: Snapshot, after: Snapshot) -> list[str]:
     )
 
 
-def find_memory(
-    begin: Callable[[], tuple[Mapping[str, Any], Callable[[Tree, Tree], Params]]],
+def find_carried_change(
+    begin: Callable[[], Observed],
     inputs: Sequence[tuple[Tree, Tree]],
     orders: Sequence[Iterable[int]],
     device: torch.device,
 ) -> tuple[str | None, list[Params | Exception]]:
     """Return a place at which a step changes what later steps compute, and each input's result.
 
-    Steps run on the features and targets of ``inputs``, in each of the ``orders``. ``begin``
-    is called once per order: it returns the roots of the snapshots, and the step to run. Only the
-    first step of an order may store something, such as a table of positions. What it stores must
-    not depend on its input.
-    If there is no such place, the function returns None, and the results or errors of the first
-    order.
+    Steps run on the features and targets of ``inputs``, in each of the ``orders``. ``begin`` is
+    called once per order. Only the first step of an order may store something, such as a table of
+    positions. What it stores must not depend on its input. If there is no such place, the function
+    returns None, and the results or errors of the first order.
     """
     results = defaultdict[int, list[Params | Exception]](list)
     first: list[Snapshot] = []
@@ -123,6 +128,7 @@ def find_memory(
                     prepared, is_prepared = after, not isinstance(result, Exception)
                 elif places := changed_places(prepared, after):
                     return places[0], []
+            # The first input differs between orders, so what the first steps store must not.
             first = first or [before, prepared]
             for place in changed_places(*first):
                 if first[1].get(place) != prepared.get(place):

@@ -12,10 +12,9 @@ the other jobs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -33,7 +32,12 @@ from flower_ext.training.trials.made_up_examples import (
     unlike_examples,
     with_odd_rows,
 )
-from flower_ext.training.trials.snapshots import changed_places, find_memory, snapshot
+from flower_ext.training.trials.snapshots import (
+    Observed,
+    changed_places,
+    find_carried_change,
+    snapshot,
+)
 
 Train = Callable[[Task, Job], Params]
 """`local.train`, which trains one job."""
@@ -57,31 +61,30 @@ def why_state_is_shared(task: Task, examples: Examples, train: Train) -> str | N
     the server. The process remembers the result. An error means that the trial cannot make random
     examples of this kind, for example of a quantised type.
     """
-    kind = kind_of(task, examples.features, examples.targets, {})
-    on_cpu = kind if kind.device.type == "cpu" else replace(kind, device=torch.device("cpu"))
-    for one in dict.fromkeys((kind, on_cpu)):
-        if (place := _shared_place(one, train)) is not None:
+    training_kind = kind_of(task, examples.features, examples.targets, {})
+    for device in dict.fromkeys((training_kind.device, torch.device("cpu"))):
+        if (place := _shared_place(replace(training_kind, device=device), train)) is not None:
             return _KEEPS.format(place=place)
     return None
 
 
 @lru_cache(maxsize=64)
-def _shared_place(kind: TrainingKind, train: Train) -> str | None:
+def _shared_place(training_kind: TrainingKind, train: Train) -> str | None:
     """Return a variable that a training changes and other trainings see; None if there is none."""
     # Seed the generators, because only the first training of a process runs the trial, and the
     # trial's draws must not change later draws. Use deterministic kernels, because other kernels of
     # accelerators may round differently each time, most of all in half precision.
-    with seeded(0, kind.device), deterministic_kernels(kind.device, strict=False):
-        task, generator = kind.task, torch.Generator().manual_seed(0)
+    with seeded(0, training_kind.device), deterministic_kernels(training_kind.device, strict=False):
+        task, generator = training_kind.task, torch.Generator().manual_seed(0)
         start = shaken(task.factory.like_initial(0), generator)
         # No training uses this model, so whatever changes in it is shared by all models.
         bystander = in_training(task.factory.on(task.torch_device()))
+        features, targets = training_kind.features, training_kind.targets
         usual, other = (
-            (random_examples(kind.features, 3, generator), trees.zeros(kind.targets, 3))
-            for _ in range(2)
+            (random_examples(features, 3, generator), trees.zeros(targets, 3)) for _ in range(2)
         )
-        on_cpu = kind.device.type == "cpu"
-        unlike = unlike_examples(kind.features, kind.targets, bystander, integers=on_cpu)
+        on_cpu = training_kind.device.type == "cpu"
+        unlike = unlike_examples(features, targets, bystander, integers=on_cpu)
 
         def short_training(features: Tree, targets: Tree) -> Params:
             job = Job(
@@ -92,34 +95,32 @@ def _shared_place(kind: TrainingKind, train: Train) -> str | None:
             )
             return train(task, job)
 
-        def begin() -> tuple[Mapping[str, Any], Callable[..., Params]]:
-            return {"model": bystander, "loss": task.loss}, short_training
-
+        observed = Observed({"model": bystander, "loss": task.loss}, short_training)
         inputs = [usual, other, *trees.split(unlike, 1)]
-        # The usual examples train once more at the end.
-        return find_memory(begin, inputs, [(*range(len(inputs)), 0)], kind.device)[0]
+        order = (*range(len(inputs)), 0)  # the usual examples train once more at the end
+        return find_carried_change(lambda: observed, inputs, [order], training_kind.device)[0]
 
 
-def random_job(kind: TrainingKind, count: int) -> Job:
+def random_job(training_kind: TrainingKind, count: int) -> Job:
     """Return a short training on ``count`` random examples."""
     generator = torch.Generator().manual_seed(count)
     # Images of bytes need all grey values: models divide them by 255.
-    most = 256 if kind.features.dtype == torch.uint8 else 2
-    features = torch.randint(most, (count, *kind.features.shape[1:]), generator=generator)
-    features = features.to(kind.features.dtype)
+    most = 256 if training_kind.features.dtype == torch.uint8 else 2
+    features = torch.randint(most, (count, *training_kind.features.shape[1:]), generator=generator)
+    features = features.to(training_kind.features.dtype)
     if features.is_floating_point():
         features.normal_(generator=generator)
-    targets = torch.randint(2, (count, *kind.targets.shape[1:]), generator=generator)
+    targets = torch.randint(2, (count, *training_kind.targets.shape[1:]), generator=generator)
     return Job(
-        params=kind.task.factory.like_initial(count),
-        examples=Examples(features, targets.to(kind.targets.dtype)),
+        params=training_kind.task.factory.like_initial(count),
+        examples=Examples(features, targets.to(training_kind.targets.dtype)),
         training=LocalTraining(steps=2, batch_size=3),
         generator=generator,
     )
 
 
 def why_models_differ(
-    kind: TrainingKind, train_together: TrainTogether, train: Train
+    training_kind: TrainingKind, train_together: TrainTogether, train: Train
 ) -> str | None:
     """Return why a job ends with a different model if it trains together with another job.
 
@@ -128,12 +129,12 @@ def why_models_differ(
 
     # The two jobs have different numbers of examples, so that one of them is padded.
     def jobs() -> list[Job]:
-        return [random_job(kind, count) for count in (3, 2)]
+        return [random_job(training_kind, count) for count in (3, 2)]
 
     with torch.random.fork_rng(devices=[]):
         try:
             rows = train_together(jobs(), _every_name)
-            models = [train(kind.task, job) for job in jobs()]
+            models = [train(training_kind.task, job) for job in jobs()]
         except Exception as error:  # a model or a loss may raise anything for a batch
             return f"training two jobs together raises {error!r}"
     for row, (model, job) in enumerate(zip(models, jobs(), strict=True)):
@@ -149,13 +150,13 @@ def why_models_differ(
     return None
 
 
-def why_changed_by_pass(kind: TrainingKind) -> str | None:
+def why_changed_by_pass(training_kind: TrainingKind) -> str | None:
     """Return what a forward pass changes in the model, or the error that it raises; else None."""
     with torch.random.fork_rng(devices=[]):
         try:
-            model = in_training(kind.model())
+            model = in_training(training_kind.model())
             before = snapshot(model=model)
-            model(random_job(kind, 3).examples.features)
+            model(random_job(training_kind, 3).examples.features)
         except Exception as error:  # a model may raise anything for a batch
             return f"a forward pass raises {error!r}"
     places = changed_places(before, snapshot(model=model))
@@ -163,7 +164,7 @@ def why_changed_by_pass(kind: TrainingKind) -> str | None:
 
 
 def why_bits_differ(
-    kind: TrainingKind,
+    training_kind: TrainingKind,
     train_together: TrainTogether,
     training: LocalTraining,
     *,
@@ -176,7 +177,8 @@ def why_bits_differ(
     job must always end with the same model. A reason is certain. None is only evidence, for this
     processor.
     """
-    half = count // 2
+    half, most = count // 2, 2 * training.batch_size - 1
+    # Smaller selections train in smaller stacks, and put each job at another place of its stack.
     selections = (
         range(half, count),
         range(0, count, 2),
@@ -187,26 +189,17 @@ def why_bits_differ(
         [count - 6],
     )
 
-    def job(number: int, value: float | None) -> Job:
-        """Return a job of 1 or 2 steps. All its features are ``value``; None means random ones."""
-        made = random_job(kind, 1 + number * (2 * training.batch_size - 1) // (count - 1))
-        features, targets = made.examples.features, made.examples.targets
-        if value is not None:
-            features = with_odd_rows(features, slice(None), value)
-        return replace(
-            made,
-            params=shaken(made.params, made.generator),
-            examples=Examples(features, targets),
-            training=training,
-            terms=[Proximal(weight=0.1, anchor=made.params)] * terms,
-        )
-
     def models(
         numbers: Sequence[int], values: Sequence[float | None] = (None,)
     ) -> dict[int, Params]:
         """Train jobs together, job k with features ``values[k % len(values)]``; return models."""
         order = sorted(numbers, reverse=True)  # the longest job first
-        jobs = [job(number, values[number % len(values)]) for number in order]
+        # From 1 example up to two mini-batches, so that some jobs end a step before the others.
+        made = (random_job(training_kind, 1 + number * most // (count - 1)) for number in order)
+        jobs = [
+            _with_settings(job, training, values[number % len(values)], terms=terms)
+            for number, job in zip(order, made, strict=True)
+        ]
         rows = train_together(jobs, _every_name)
         return {k: {n: w[row] for n, w in rows.items()} for row, k in enumerate(order)}
 
@@ -221,6 +214,20 @@ def why_bits_differ(
                     beside = "have unusual features" if selection is beside_odd else "are others"
                     return f"bits of {name} change if the other jobs that train together {beside}"
     return None
+
+
+def _with_settings(job: Job, training: LocalTraining, value: float | None, *, terms: bool) -> Job:
+    """Return the job with other settings, and with all features ``value``; None leaves them."""
+    features, targets = job.examples.features, job.examples.targets
+    if value is not None:
+        features = with_odd_rows(features, slice(None), value)
+    return replace(
+        job,
+        params=shaken(job.params, job.generator),
+        examples=Examples(features, targets),
+        training=training,
+        terms=[Proximal(weight=0.1, anchor=job.params)] * terms,
+    )
 
 
 def _every_name(name: str) -> bool:

@@ -34,7 +34,7 @@ def flower_ext(*arguments, cwd=HERE):
 
 
 @pytest.mark.full
-def test_a_foreign_strategy_with_too_little_noise_is_found_and_its_correct_twin_is_not(tmp_path):
+def test_a_foreign_strategy_is_flagged_only_if_its_noise_is_too_small(tmp_path):
     status = {}
     for target in ("wrong", "experiment"):
         done = flower_ext(
@@ -98,7 +98,7 @@ def test_the_command_knows_the_experiments_of_all_other_plugins():
 
 
 @pytest.mark.parametrize("target", command.PLUGINS)
-def test_an_experiment_of_a_plugin_that_is_not_installed_says_what_to_install(target, monkeypatch):
+def test_an_experiment_of_a_missing_plugin_names_the_package_to_install(target, monkeypatch):
     monkeypatch.setenv("FLOWER_EXT_PLUGINS", "none")
     with pytest.raises(InvalidValue, match=f"pip install {command.PLUGINS[target]}"):
         command.audit(target)

@@ -39,7 +39,7 @@ def released(gradient, params, records, *, noise_multiplier, noise):
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("planted", [False, True])
-def test_company_in_a_pass_is_no_attack(planted, monkeypatch):
+def test_other_records_in_a_pass_give_no_attack(planted, monkeypatch):
     gradient, params = kinked(False)
     # Trials have the usual width, and their result is remembered.
     released(gradient, params, at_a_kink(params, 3), noise_multiplier=1e-6, noise=SeededNoise(0))

@@ -70,7 +70,7 @@ def test_rates_reach_most_of_the_epsilon_of_randomised_response():
     assert 0.9 * true < bound.epsilon <= true
 
 
-def test_an_event_that_only_the_world_without_has_is_found_by_the_opposite_test():
+def test_the_opposite_test_finds_an_event_of_only_the_world_without():
     """P0 has an event of probability 0.2 that P1 lacks; P1 has no event that P0 lacks."""
     rng = np.random.default_rng(0)
     without = np.where(rng.random(4000) < 0.2, -1.0, 0.0)
@@ -88,7 +88,7 @@ def test_a_quarter_of_the_noise_is_found():
 
 
 @two_worlds
-def test_bounds_in_company_are_lower(bound):
+def test_bounds_that_hold_together_are_lower(bound):
     """On average: each group chooses a threshold of its own, and one choice may be lucky."""
     rng = np.random.default_rng()
     alone, grouped = (BoundTerms(delta=DELTA, confidence=0.95, num_bounds=n) for n in (1, 100))

@@ -135,7 +135,7 @@ def most_noise(without, present, beside):
         ),
     ],
 )
-def test_the_noise_in_the_smallest_sum_that_a_liar_opens_is_what_epsilon_counts(
+def test_epsilon_counts_the_noise_of_the_smallest_sum_a_liar_can_open(
     silos, dropouts, rate, noise, trials, tmp_path, monkeypatch
 ):
     """The true μ is 15 % above the fault's; these runs bound it to 8 %, but once in a million."""

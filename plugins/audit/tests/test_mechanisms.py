@@ -265,7 +265,7 @@ def test_a_planted_fault_is_found(name, plant, rounds, trials, monkeypatch):
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_with_more_trials_the_effect_of_the_canary_comes_near_to_what_is_reported(name):
+def test_more_trials_bring_the_canarys_effect_closer_to_the_reported_epsilon(name):
     """Not where sampling hides the cohort: no test of one score is the worst case there."""
     if name in BY_RATES:  # rates alone come near to an ε that is not small
         noise, trials = (1.0 if name in POISSON else 0.5), MANY

@@ -239,7 +239,7 @@ def check(name):
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_each_array_has_the_noise_of_its_plan_and_shares_it_with_none(name):
+def test_each_array_has_its_plans_noise_and_shares_none(name):
     check(name)
 
 
@@ -254,7 +254,7 @@ def test_planted_faults_reach_every_kind_of_noise():
 
 
 @pytest.mark.parametrize("factor", [0.9, 1.0, 1.1])
-def test_the_variance_of_noise_with_another_kurtosis_is_judged_as_that_of_gaussian_noise(factor):
+def test_the_variance_test_allows_for_the_kurtosis_of_the_noise(factor):
     rng = np.random.default_rng(1)
     draws = [{"w": factor * rng.laplace(0.0, 1.0, 60_000)}]
     if factor == 1.0:
@@ -354,7 +354,7 @@ def steps_between(models):
         lambda case: case[1] == (case[0] in ("clients noise", "masked sum")),
     ),
 )
-def test_each_round_has_its_own_noise_whoever_adds_it_and_whoever_is_lost(name, seeded):
+def test_rounds_have_independent_noise_whoever_adds_it_or_drops_out(name, seeded):
     steps = steps_between(models_of(name, seed=3, seeded_noise=seeded))
     assert len(steps) == ROUNDS
     check_variances(steps, 1.0)

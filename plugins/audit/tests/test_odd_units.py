@@ -139,7 +139,7 @@ def with_a_record_that_raises(method):
 
 
 @pytest.mark.parametrize("method", grid(METHODS, "uldp-avg".__eq__))
-def test_a_record_that_raises_moves_no_more_than_its_own_part(method):
+def test_a_record_that_raises_moves_no_more_than_its_part(method):
     experiment = with_a_record_that_raises(method)
     outcome = audit(experiment, trials=FEW, confidence=CONFIDENCE)
     assert not outcome.broken, outcome.to_dict()
@@ -152,15 +152,15 @@ def no_one_by_one(solve, jobs):
 def errors_of_one_are_errors_of_all(patch):
     """In ULDP-AVG and -SGD a record stands for its user, elsewhere for itself."""
     patch.setattr(silo_training, "attempt_groups", no_one_by_one)
-    pass_alone = ClippedGradient._pass_alone
+    which_pass = ClippedGradient._which_pass
 
     def unguarded(self, *records):
-        passes = pass_alone(self, *records)
+        passes = which_pass(self, *records)
         if not all(passes):
             raise IndexError("the record's label is out of range")
         return passes
 
-    patch.setattr(ClippedGradient, "_pass_alone", unguarded)
+    patch.setattr(ClippedGradient, "_which_pass", unguarded)
 
 
 @pytest.mark.parametrize("method", grid(METHODS, "uldp-avg".__eq__))

@@ -89,7 +89,7 @@ def share_at_least(rng, correct, guesses, canaries, shift, runs=20_000):
     ("shift", "guesses"),
     grid([(0.5, 10), (1.0, 6), (1.0, 40), (3.0, 40)], {(0.5, 10), (3.0, 40)}.__contains__),
 )
-def test_a_gaussian_curve_refutes_the_true_shift_no_more_often_than_it_says(shift, guesses):
+def test_a_gaussian_curve_refutes_the_true_shift_no_more_than_stated(shift, guesses):
     rng, canaries, confidence = np.random.default_rng(), 40, 0.8
     true = gaussian_loss(1 / shift, releases=1, delta=DELTA).epsilon
     correct = fewest_refuting(in_one_run_by_curve, true, guesses, canaries, confidence)
@@ -168,9 +168,7 @@ def exact_chance(table, canaries, guesses, correct):
 
 
 @pytest.mark.parametrize(("canaries", "guesses"), [(1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (3, 3)])
-def test_the_chance_is_never_below_that_of_the_best_attack_on_any_small_mechanism(
-    canaries, guesses
-):
+def test_the_chance_is_at_least_that_of_the_best_attack(canaries, guesses):
     rng, closest = np.random.default_rng(), 0.0
     for _ in range(40):
         table = random_mechanism(rng, canaries, outputs=int(rng.integers(2, 7)))
@@ -254,7 +252,7 @@ def test_the_gaussian_curve_is_tighter_on_the_same_guesses(shift, canaries, gues
     assert 1.3 * any_mechanism < gaussian < true
 
 
-def test_a_profile_of_a_gaussian_gives_nearly_the_gaussian_curve_and_never_a_higher_one():
+def test_a_gaussian_profile_gives_nearly_the_gaussian_curve_and_none_above_it():
     shift = 1.0
     epsilons = np.linspace(0, 12, 400)
     deltas = special.ndtr(shift / 2 - epsilons / shift) - np.exp(epsilons) * special.ndtr(

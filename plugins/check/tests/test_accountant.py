@@ -79,7 +79,7 @@ def test_it_has_all_that_flowers_protocol_names():
     assert all(hasattr(PldAccountant, name) for name in names)
 
 
-def test_epsilon_is_that_of_our_own_accounting():
+def test_epsilon_equals_that_of_this_packages_accounting():
     ours = accountant()
     ours.compose(event(), 3)
     ours.compose(event())
@@ -100,7 +100,7 @@ def test_epsilon_is_that_of_our_own_accounting():
 
 @pytest.mark.parametrize("noise", [0.4, 1.0, 5.0])
 @pytest.mark.parametrize("releases", [1, 7, 100])
-def test_epsilon_is_never_above_flowers_own_and_never_below_what_holds(releases, noise):
+def test_epsilon_lies_between_what_holds_and_what_flower_reports(releases, noise):
     ours, flowers = accountant(), RdpAccountant(config())
     for each in (ours, flowers):
         each.compose(event(noise), releases)
@@ -110,7 +110,7 @@ def test_epsilon_is_never_above_flowers_own_and_never_below_what_holds(releases,
     assert gaussian_delta(noise, releases, epsilon) <= DELTA
 
 
-def test_replacing_one_of_all_costs_twice_the_shift_which_flowers_own_accountant_misses():
+def test_replacing_one_of_all_costs_twice_the_shift_unlike_in_flowers_accountant():
     """All clients take part, so the exact ε is known: a replaced client moves the sum by 2C."""
     flowers = RdpAccountant(config("without-replacement"))
     flowers.compose(event(2.0, sample=POPULATION))
@@ -118,7 +118,7 @@ def test_replacing_one_of_all_costs_twice_the_shift_which_flowers_own_accountant
     assert flowers.get_epsilon(DELTA) < 0.8 * exact
 
 
-def test_two_neighbours_show_more_than_flowers_own_accountant_allows_for_sampled_replacing():
+def test_two_neighbours_refute_flowers_accountant_for_sampled_replacement():
     """Other clients send zeros; one, drawn with probability 1/10, sends C or −C."""
     noise, rate = 4.0, 0.1
     seen = np.linspace(-60.0, 60.0, 1_000_001)
@@ -200,7 +200,7 @@ def test_what_means_nothing_is_refused_by_name_and_charges_nothing(act, said):
     assert ours.num_releases == 0
 
 
-def test_a_ledger_with_a_budget_of_its_own_is_refused(tmp_path):
+def test_a_ledger_with_a_separate_budget_is_refused(tmp_path):
     ledger = Ledger(tmp_path / "l", budget=Budget(epsilon=1.0, delta=DELTA))
     with pytest.raises(ValueError, match="max_epsilon"):
         PldAccountant(config(), ledger=ledger)
@@ -420,7 +420,7 @@ def test_flower_weighs_by_examples_without_an_accountant_and_ends_with_one():
         released_by_flower(one, start(), ours)
 
 
-def test_flower_accounts_a_client_without_its_clipping_mod_as_if_it_had_clipped():
+def test_flower_accounts_a_client_without_clipping_mod_as_clipped():
     ours = PldAccountant(config(population=CLIENTS))
     strategy = flowers_strategy(ours, noise=1e-6, kind=ByClients)
     loud = app(lambda r, p: {"w": r["w"] + (1e3 if p == 0 else 0.0)})

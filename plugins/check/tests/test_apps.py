@@ -127,14 +127,14 @@ def test_no_data_of_the_app_are_in_the_answer(tmp_path):
     assert str(secret) not in json.dumps({**result, "diff": ""})
 
 
-def test_an_app_that_raises_is_named_with_its_line_but_not_its_text(tmp_path):
+def test_an_app_that_raises_is_named_with_its_line_only(tmp_path):
     app = write_app(tmp_path / "raising", train_code='raise KeyError("a private value")')
     error = result_of(app, tmp_path / "scratch")["error"]
     assert "KeyError at somebodys/client_app.py:" in error
     assert "private value" not in error
 
 
-def test_a_whole_round_of_flowers_secure_sum_is_watched_and_its_sum_is_exact(tmp_path):
+def test_a_round_of_flowers_secure_sum_is_observed_and_its_sum_exact(tmp_path):
     app = write_secaggplus_app(tmp_path / "secagg")
     result = result_of(app, tmp_path / "scratch", clients=4, rounds=1)
     codes_shown = {finding["code"] for finding in result["findings"]}

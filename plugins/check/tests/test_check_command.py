@@ -35,7 +35,7 @@ def test_what_is_no_app_is_refused_with_status_2(tmp_path):
     assert "pyproject.toml" in done.stderr
 
 
-def test_an_app_that_fails_exits_with_1_and_leaves_its_folder_as_it_was(tmp_path):
+def test_an_app_that_fails_exits_with_1_and_keeps_its_folder(tmp_path):
     app = write_app(tmp_path / "raising", server_code="open('made', 'w')\nraise OSError('private')")
     before = sorted(app.rglob("*"))
     done = _typed(app, "--log", log := tmp_path / "log")

@@ -31,7 +31,7 @@ def is_running(number: int) -> bool:
     return False
 
 
-def test_a_fork_returns_its_result_or_none_if_it_dies_or_takes_too_long():
+def test_a_fork_that_dies_or_times_out_returns_none():
     assert in_fork(lambda: os.getpid()) != os.getpid()
     assert in_fork(lambda: os._exit(0)) is None
     assert in_fork(lambda: time.sleep(300), seconds=0.1) is None

@@ -106,7 +106,7 @@ def _marked(names):
 
 
 @pytest.mark.parametrize("name", _marked(CASES))
-def test_an_own_app_is_confirmed_by_measurement(name, tmp_path):
+def test_an_app_of_this_package_is_confirmed_by_measurement(name, tmp_path):
     result = CASES[name].check(tmp_path)
     assert "error" not in result
     assert not result["unproven"], result["findings"]
@@ -118,7 +118,7 @@ def test_an_own_app_is_confirmed_by_measurement(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", _marked(UNMEASURED))
-def test_an_own_app_whose_noise_cannot_be_seen_says_why(name, tmp_path):
+def test_an_app_whose_noise_cannot_be_seen_says_why(name, tmp_path):
     result = UNMEASURED[name].check(tmp_path)
     assert not result["unproven"], result["findings"]
     assert result["measured"] is None
@@ -180,7 +180,7 @@ FAULTY = [
 @pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", FAULTY)
-def test_a_fault_in_an_own_app_is_found(name, fault, tmp_path):
+def test_a_fault_in_an_app_of_this_package_is_found(name, fault, tmp_path):
     case = CASES[name]
     folder = tmp_path / "changed"
     shutil.copytree(case.app.folder, folder)

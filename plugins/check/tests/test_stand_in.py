@@ -25,9 +25,7 @@ assert np.asarray(batch[0]["img"]).shape == (32, 32, 3) and 0 <= batch[0]["label
 """
 
 
-def test_an_app_whose_data_cannot_be_loaded_is_told_of_the_option_and_runs_with_it(
-    tmp_path, monkeypatch
-):
+def test_an_app_whose_data_fail_to_load_runs_with_the_suggested_option(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     app = write_app(tmp_path / "cifar", client_code=QUICKSTART_DATA, train_code=USE)
     assert "--data random" in result_of(app, tmp_path / "own")["error"]
@@ -40,7 +38,7 @@ def test_unknown_data_sets_need_their_columns():
     assert stand_in.parsed_column("img=image:8x8x3") == ("img", ("image", (8, 8, 3)))
 
 
-def test_random_rows_are_the_same_for_the_same_client_and_keep_to_their_shapes():
+def test_random_rows_repeat_for_a_client_and_keep_their_shapes():
     columns = {"x": ("float", (3,)), "label": ("int", (4,)), "text": ("text", ())}
     rows, same, others = (stand_in.drawn(columns, seed=seed) for seed in (1, 1, 2))
     assert rows[:] == same[:]

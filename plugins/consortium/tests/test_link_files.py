@@ -40,7 +40,7 @@ def test_the_identifier_goes_and_a_person_has_one_number_in_all_rows(tmp_path):
     ("values", "texts"),
     [(["1", "2.5", ""], {}), (["1", "2,5", "x"], {"age": 2}), (["nan", "inf", "1e3"], {"age": 2})],
 )
-def test_values_that_are_neither_empty_nor_numbers_are_counted(tmp_path, values, texts):
+def test_values_that_are_not_empty_and_not_numbers_are_counted(tmp_path, values, texts):
     lines = [f'Ada,"{value}"' for value in values]
     _, report = linked(tmp_path / "a.csv", "\n".join(["name,age", *lines, ""]))
     assert report.texts == texts

@@ -60,7 +60,7 @@ def test_a_file_of_utf_8_is_not_read_by_another_encoding(tmp_path):
     assert [*RecordFile(path=path, encoding="latin-1").rows()] == [["Zoe"]]
 
 
-def test_letters_that_latin_1_lacks_are_not_lost_in_a_file_that_is_called_latin_1(tmp_path):
+def test_a_file_declared_as_latin_1_keeps_letters_outside_latin_1(tmp_path):
     path = tmp_path / "a.csv"
     path.write_bytes("name\nŠimek Müller\n".encode("cp1252"))
     assert [*RecordFile(path=path, encoding="latin-1").rows()] == [["Šimek Müller"]]

@@ -51,7 +51,7 @@ def test_no_record_makes_a_part_longer_than_one(rows):
 
 
 @given(st.lists(st.lists(ANY_ROW, min_size=1, max_size=3), min_size=1, max_size=3))
-def test_no_bit_of_a_unit_s_part_depends_on_the_units_beside_it(units):
+def test_no_bit_of_a_units_part_depends_on_other_units(units):
     names = ("age", "sex", "days", "event")
     tables = [examples(dict(zip(names, np.array(rows).T, strict=True))) for rows in units]
     for own, table in zip(JOINT.parts(tables), tables, strict=True):
@@ -59,7 +59,7 @@ def test_no_bit_of_a_unit_s_part_depends_on_the_units_beside_it(units):
 
 
 @given(ANY_ROW)
-def test_a_record_changes_its_own_row_only(odd):
+def test_a_record_changes_only_its_row(odd):
     columns = patients(4, np.random.default_rng(0))
     changed = {k: np.concatenate([v, [x]]) for (k, v), x in zip(columns.items(), odd, strict=True)}
     for statistic in JOINT.statistics:
@@ -75,7 +75,7 @@ def test_a_record_changes_its_own_row_only(odd):
     ],
     ids=lambda each: type(each).__name__,
 )
-def test_intervals_of_95_percent_cover_the_exact_numbers_as_often_as_they_say(statistic):
+def test_intervals_of_95_percent_cover_the_exact_numbers_that_often(statistic):
     rng = np.random.default_rng(5)
     total = statistic.vectors(patients(740, rng)).sum(axis=0)
     exact = statistic.estimate(total[np.newaxis])[0]
@@ -131,7 +131,7 @@ def test_a_mean_that_the_noise_hides_is_not_shown():
     assert estimates[0].value == 3.0
 
 
-def test_a_missing_column_is_named_and_may_be_told():
+def test_a_missing_column_is_named_in_a_public_error():
     with pytest.raises(InvalidValue, match="no column weight") as refused:
         read_statistics("mean weight 0:200").require_columns(examples({"age": np.array([])}))
     assert is_tellable(refused.value)

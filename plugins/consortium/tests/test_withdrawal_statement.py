@@ -116,7 +116,7 @@ def test_two_numbers_of_one_person_are_a_group_of_two(path, rate):
     assert len([e for e in Ledger.read(path) if e["kind"] == "withdrawn"]) == 2
 
 
-def test_a_client_of_a_study_of_records_gets_no_claim_for_all_of_its_records(path):
+def test_clients_in_a_study_of_records_get_no_claim_for_all_records(path):
     spend(path, "a", unit=PrivacyUnit.RECORD)
     withdrawal.withdraw(path, PrivacyUnit.CLIENT, [3])
     said = withdrawal_statement.statement(path, PrivacyUnit.CLIENT, [3])
@@ -124,13 +124,13 @@ def test_a_client_of_a_study_of_records_gets_no_claim_for_all_of_its_records(pat
     assert said["all runs together"] == "nothing can be claimed"
 
 
-def test_who_has_not_withdrawn_gets_no_statement(path):
+def test_only_a_withdrawn_person_gets_a_statement(path):
     spend(path, "a")
     with pytest.raises(InvalidValue, match="user=7 has not withdrawn"):
         withdrawal_statement.statement(path, USER, [7])
 
 
-def test_a_signed_statement_is_verified_from_the_command_line_and_a_changed_one_refused(path):
+def test_the_command_line_verifies_a_signed_statement_and_refuses_a_changed_one(path):
     spend(path, "a")
     file = path.with_name("statement.json")
     done = call("withdraw", "--user", "7", "--ledger", str(path), "-o", str(file))

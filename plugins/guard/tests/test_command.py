@@ -19,7 +19,7 @@ from tests.support.identities import write_identities
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
-def test_the_project_offers_its_command_and_its_audit_to_the_groups_that_the_core_reads():
+def test_the_command_and_the_audit_are_registered_in_the_cores_groups():
     groups = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["entry-points"]
     parts = {
         "flower_ext.commands": command.guard,
@@ -58,7 +58,7 @@ def test_a_secret_that_others_may_read_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["policy", "ledger", "secret"])
-def test_apps_never_read_the_guards_own_files(tmp_path, name):
+def test_apps_never_read_the_files_of_the_guard(tmp_path, name):
     (data := tmp_path / "data").mkdir()
     at = {other: tmp_path / other for other in ("policy", "ledger", "secret")}
     at[name] = data / name
@@ -81,13 +81,13 @@ def test_apps_never_read_the_key_by_which_a_site_signs(tmp_path, isolation):
         check_isolation(read_policy(path))
 
 
-def test_apps_in_namespaces_see_the_system_so_the_guard_keeps_no_file_there(tmp_path):
+def test_the_guard_keeps_no_file_where_apps_in_namespaces_could_see_it(tmp_path):
     policy = read_policy(write_policy(tmp_path / "guard.toml"))
     with pytest.raises(InvalidValue, match="'/usr', which holds the guard's secret"):
         check_hidden(policy, "secret", Path("/usr/local/guard.secret"))
 
 
-def test_an_app_sees_the_packages_of_a_checkout_and_none_of_its_other_files(tmp_path):
+def test_an_app_sees_a_checkouts_packages_and_no_other_files(tmp_path):
     for path in ("pyproject.toml", ".git/config", "ours/__init__.py", "module.py", "notes/a.txt"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text("")

@@ -50,9 +50,7 @@ def split(replies):
     return guarded, [r for r in replies if r not in guarded]
 
 
-def test_an_app_without_this_package_runs_on_two_guarded_nodes_and_one_that_is_not(
-    deployment, tmp_path
-):
+def test_a_foreign_app_runs_on_guarded_and_unguarded_nodes(deployment, tmp_path):
     result = run(deployment, tmp_path / "honest.json")
     guarded, others = split(result["replies"])
     assert [r["error"] for r in result["replies"]] == [None] * 6, deployment.logs()

@@ -124,7 +124,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("answer", UNUSABLE.values(), ids=UNUSABLE)
-def test_an_unusable_answer_leads_to_the_same_bits_as_an_app_that_changes_nothing(answer):
+def test_an_unusable_answer_gives_the_bits_of_an_unchanged_model(answer):
     silent = released(REQUEST, record(REQUEST), POLICY, SeededNoise(7))
     leaving = released(REQUEST, answer, POLICY, SeededNoise(7))
     for name, array in silent.items():

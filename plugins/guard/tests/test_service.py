@@ -188,7 +188,7 @@ def test_an_app_that_hangs_is_ended_and_looks_as_any_other(node, tmp_path):
 
 @pytest.mark.full
 @needs_namespaces
-def test_replies_leave_at_one_time_whether_the_app_crashes_at_once_or_hangs(node, tmp_path):
+def test_replies_leave_at_one_time_whether_the_app_crashes_or_hangs(node, tmp_path):
     guard = guard_of(node, tmp_path, timeout=8, more="reply-after = 20")
     times = []
     for way in ("through-a-crash", "by-waiting"):
@@ -215,7 +215,7 @@ def test_memory_stays_on_the_node_and_returns_to_the_app(node, tmp_path):
     assert context.run_config == {}
 
 
-def test_messages_and_apps_outside_the_policy_are_refused_by_name_at_no_cost(node, tmp_path):
+def test_messages_and_apps_outside_the_policy_are_refused_at_no_cost(node, tmp_path):
     guard = guard_of(node, tmp_path, apps=f'["{"0" * 64}"]')
     node.send()
     guard.serve_one()
@@ -261,7 +261,7 @@ def test_a_spent_budget_is_refused_by_name_before_the_app_runs(node, tmp_path):
 
 
 @needs_namespaces
-def test_replies_after_a_change_of_the_policy_do_not_count_with_its_noise(node, tmp_path):
+def test_replies_after_a_policy_change_do_not_count_with_its_noise(node, tmp_path):
     guard = guard_of(node, tmp_path)
     node.send()
     guard.serve_one()
@@ -364,9 +364,7 @@ def test_a_killed_guard_sends_nothing_twice_and_loses_nothing_that_was_charged(
 
 
 @needs_namespaces
-def test_a_reply_that_was_sent_before_the_kill_is_sent_again_with_the_same_bits(
-    node, tmp_path, guards
-):
+def test_a_reply_sent_before_a_kill_is_repeated_bit_for_bit(node, tmp_path, guards):
     policy = write_policy(tmp_path / "guard.toml")
     node.send()
     assert guards.run(node, policy, ("finish", "before", 1)) == -9

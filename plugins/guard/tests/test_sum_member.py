@@ -154,7 +154,7 @@ def test_of_a_hostile_app_the_server_gets_nothing_but_masked_bytes(sites, way):
         ({}, {"epsilon": 1.0}, "budget of this site is spent"),
     ],
 )
-def test_what_the_policy_does_not_permit_is_refused_by_name_at_no_cost(sites, plan, demands, words):
+def test_what_the_policy_forbids_is_refused_by_name_at_no_cost(sites, plan, demands, words):
     grid = sites(**demands)
     with pytest.raises((FederationNotReady, RuntimeError)) as failure:
         run(grid, **plan)
@@ -174,7 +174,7 @@ def test_a_message_that_no_mod_reads_ends_no_guard(sites, record):
 
 
 @needs_namespaces
-def test_a_sum_that_refuses_after_the_app_has_run_tells_not_how_long_it_ran(sites, monkeypatch):
+def test_a_sum_that_refuses_hides_how_long_the_app_ran(sites, monkeypatch):
     grid, waits = sites(), []
     for guard in grid.guards:
         guard.policy = replace(guard.policy, reply_after=1e6)

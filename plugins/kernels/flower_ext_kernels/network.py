@@ -27,7 +27,7 @@ from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.training.isolation import draws_generator
 from flower_ext.training.job import Job, refusing_layer
-from flower_ext.training.models.dropout import draw, words
+from flower_ext.training.models.dropout import draw_bits, draws_needed
 from flower_ext.training.params import Params, Sizes, sizes
 from flower_ext.training.problem import affine
 from flower_ext.training.task import Task, kind_of
@@ -192,14 +192,16 @@ class CompiledNetwork:
             return 0
         size = job.training.batch_size
         whole, rest = divmod(len(job.examples), size)
-        full, last = (sum(words(rows * wide) for wide in self._dropped) for rows in (size, rest))
+        full, last = (
+            sum(draws_needed(rows * width) for width in self._dropped) for rows in (size, rest)
+        )
         epochs, more = divmod(job.num_steps, whole + (rest > 0))
         return (1 + (job.training.sam_radius > 0)) * (epochs * (whole * full + last) + more * full)
 
     def _drawn(self, job: Job) -> Tensor:
         """Return all random numbers of dropout in a training, pass after pass."""
         count = self._draws(job)
-        return draw(count, draws_generator(job.generator)) if count else _NO_TARGETS
+        return draw_bits(count, draws_generator(job.generator)) if count else _NO_TARGETS
 
     def gains_alone(self, job: Job) -> bool:
         """Return True if machine code on one thread trains a job at least as fast as PyTorch.

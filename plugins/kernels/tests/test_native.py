@@ -69,7 +69,7 @@ def test_where_nothing_can_be_written_the_next_folder_is_taken(made, tmp_path):
         native.compile_and_keep([closed])
 
 
-def test_who_has_no_home_keeps_it_beside_the_package(monkeypatch):
+def test_without_a_home_folder_machine_code_is_kept_beside_the_package(monkeypatch):
     def homeless():
         raise RuntimeError("Could not determine home directory.")
 
@@ -97,7 +97,7 @@ def test_code_that_needs_numba_is_refused():
         native._check_alone(module)
 
 
-def test_who_trains_never_imports_numba(tmp_path):
+def test_training_never_imports_numba(tmp_path):
     script = (
         "import sys; from flower_ext_kernels import network; "
         "assert network._library() is not None; print([m for m in sys.modules if m == 'numba'])"

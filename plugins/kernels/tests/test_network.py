@@ -19,7 +19,7 @@ from flower_ext.training import (
     train_groups,
 )
 from flower_ext.training.models import build, dropout
-from flower_ext.training.models.dropout import draw
+from flower_ext.training.models.dropout import draw_bits
 from flower_ext.training.params import sizes
 from flower_ext_kernels import native, network
 from tests.support.grids import grid
@@ -135,7 +135,7 @@ def test_norms_and_dropout_are_those_of_the_loop(model, way, compiled):
 
 
 @pytest.mark.parametrize("model", [digits_mlp, normed_between])
-def test_where_asked_for_no_bit_depends_on_company_nor_on_an_odd_client(model, compiled):
+def test_batch_invariant_training_depends_on_no_other_client_however_odd(model, compiled):
     def trained(members, odd=None):
         chosen = [jobs(model, sizes=(16, 16, 5, 16, 9, 16))[member] for member in members]
         for member, job in zip(members, chosen, strict=True):
@@ -173,7 +173,7 @@ def test_masks_follow_the_generator_and_nothing_else(model, compiled):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", [digits_mlp, digits_logistic, narrow])
-def test_a_training_without_company_is_the_same_to_the_last_bit(model, way, compiled):
+def test_a_training_alone_is_the_same_to_the_last_bit(model, way, compiled):
     among = train_many(task(model), jobs(model, WAYS[way]))
     compiled.clear()
     alone = [train_many(task(model), [job])[0] for job in jobs(model, WAYS[way])]
@@ -183,7 +183,7 @@ def test_a_training_without_company_is_the_same_to_the_last_bit(model, way, comp
         assert all(torch.equal(one[name], p) for name, p in other.items())
 
 
-def test_a_model_of_ones_own_class_is_compiled_without_company_too(compiled):
+def test_a_custom_model_class_is_compiled_for_a_single_job_too(compiled):
     (job, *_), (again, *_) = jobs(Plain), jobs(Plain)
     same(train_many(task(Plain), [job]), one_by_one(task(Plain), [again]))
     assert len(compiled) == 1
@@ -313,7 +313,7 @@ def test_images_are_flattened_and_all_may_be_views(compiled):
     assert len(compiled) == 2
 
 
-def test_what_was_given_stays_and_what_comes_back_is_ones_own(compiled):
+def test_inputs_stay_unchanged_and_results_share_no_memory(compiled):
     made = jobs()
     shared = made[0].params
     before = {name: p.clone() for name, p in shared.items()}
@@ -370,9 +370,9 @@ def test_as_much_is_drawn_as_dropout_needs(way, size, monkeypatch):
 
     def counted(count, generator):
         drawn.append(count)
-        return draw(count, generator)
+        return draw_bits(count, generator)
 
-    monkeypatch.setattr(dropout, "draw", counted)
+    monkeypatch.setattr(dropout, "draw_bits", counted)
     one_by_one(task(normed_between), [job])
     (again,) = jobs(normed_between, WAYS[way], [size])
     assert network_of(normed_between, 64)._draws(again) == sum(drawn)

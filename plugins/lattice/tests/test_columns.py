@@ -86,7 +86,7 @@ def test_each_user_is_drawn_with_the_probability_of_the_plan(hits, choices, watc
 
 
 @pytest.mark.full
-def test_where_the_server_puts_the_drawn_column_says_nothing_of_who_is_drawn(monkeypatch, watch):
+def test_the_place_of_the_drawn_column_does_not_reveal_the_draw(monkeypatch, watch):
     """Each user is drawn equally often even if the server always lets the first choices win."""
     first = type("First", (), {"sample": staticmethod(lambda places, hits: places[:hits])})
     monkeypatch.setattr("secrets.SystemRandom", first)
@@ -119,7 +119,7 @@ def server_guesses(monkeypatch, settings, receiver_of=draw_receiver):
     return sum((0 in own) == y for own, y in zip(hits, drawn, strict=True))
 
 
-def test_the_server_cannot_tell_who_is_drawn_unless_it_knows_the_choices(monkeypatch):
+def test_the_server_learns_the_draw_only_if_it_knows_the_choices(monkeypatch):
     settings = facts(users=40, draw_choices=2)
     assert stats.binomtest(server_guesses(monkeypatch, settings), 40, 0.5).pvalue > 1e-6
 
@@ -143,7 +143,7 @@ def guesses(settings, monkeypatch, made=None):
     return sum(own[column] == column for own, (column, _) in zip(order.drawn, taken, strict=True))
 
 
-def test_a_silo_does_not_see_by_the_column_who_is_drawn(monkeypatch):
+def test_a_silos_column_does_not_reveal_the_drawn_users(monkeypatch):
     settings = facts(users=40, draw_choices=2)
     assert stats.binomtest(guesses(settings, monkeypatch), 40, 0.5).pvalue > 1e-6
 

@@ -208,7 +208,7 @@ def hidden_lattice(**options):
     return lattice_of(protocol=HIDDEN, sampling=SOME, **options)
 
 
-def test_the_sums_are_those_of_users_whom_all_silos_took_by_oblivious_transfer(monkeypatch):
+def test_sums_hold_the_users_that_all_silos_took_by_oblivious_transfer(monkeypatch):
     """Only a test, which acts for all parties at once, can know who was drawn."""
     watch, made, taken = Watch(monkeypatch), [], []
     of_server, of_silo = columns.draw_columns, columns.open_columns
@@ -238,7 +238,7 @@ def test_the_sums_are_those_of_users_whom_all_silos_took_by_oblivious_transfer(m
     assert taken == [row for row in taken[::SILOS] for _ in range(SILOS)]
 
 
-def test_only_silo_0_is_asked_for_a_draw_and_the_server_sees_group_elements():
+def test_only_silo_0_draws_and_the_server_sees_group_elements():
     grid, _ = start(hidden_lattice(evaluate_every=0), Recorder)
     asked = [m for m, name, _ in arrays(grid.sent) if name == "draw"]
     assert [m.metadata.dst_node_id for m in asked] == [1_000] * ROUNDS
@@ -462,7 +462,7 @@ def test_the_residue_covers_what_a_sum_differs_by_from_the_exact_one(monkeypatch
         assert off <= approximation_error + encoding
 
 
-def test_where_a_run_goes_on_the_larger_costs_of_both_set_ups_count():
+def test_a_resumed_run_counts_the_larger_costs_of_both_set_ups():
     strategy = lattice_of()
     earlier, sums = lattice_of().run.summation, strategy.run.summation
     costly = {"sensitivity": 1.1, "approximation_error": 1e-7}
@@ -506,7 +506,7 @@ def test_noise_too_small_for_the_model_is_refused_with_what_to_change():
         LATTICE.settings_of(huge, silos=3, coordinates=10**6)
 
 
-def test_a_user_that_no_silo_knows_shows_in_nothing_that_the_server_computes_with():
+def test_a_user_unknown_to_all_silos_changes_nothing_that_the_server_uses():
     """N_u = 0 looks like any other number: x_u is uniform over [0, M)."""
     start(strategy := lattice_of(), rounds=1)
     shifted = party(strategy)._shifted

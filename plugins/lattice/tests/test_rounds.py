@@ -258,7 +258,7 @@ def test_all_silos_or_nothing(shared):
         close(world.server, sums)
 
 
-def test_each_silo_checks_its_own_limit():
+def test_each_silo_checks_its_limit():
     """Checking totals would not help, because no party sees how many records a silo holds."""
     facts = lattice_settings(silo_record_limits=(1, 20, 20))
     with pytest.raises(InvalidValue, match="expected 0 to 1 records of each user"):
@@ -324,7 +324,7 @@ def test_a_server_names_places_of_its_users_only():
         world.begin(1, places=[4])
 
 
-def test_the_server_sends_all_silos_the_same_key_or_they_agree_on_nothing():
+def test_silos_agree_only_if_the_server_sends_one_key_to_all():
     facts = lattice_settings(silos=2, users=1)
     server, silos = LatticeServer(facts), [LatticeSilo(facts, i) for i in range(2)]
     sealed = silos[0].answer("keys", keys_of(server.public_key, silos))

@@ -69,7 +69,7 @@ def test_weights_that_sum_to_more_than_one_rise_above_the_bound(monkeypatch, set
     assert moved > settings.contribution_bound(settings.clipping_norm)
 
 
-def test_a_user_that_is_not_drawn_moves_the_sum_by_the_errors_at_most(monkeypatch, settings):
+def test_a_user_not_drawn_moves_the_sum_by_at_most_the_errors(monkeypatch, settings):
     """The errors change a few carries at most, with a probability that grows with their size."""
     moved = effect(monkeypatch, settings, halfway(settings), drawn=False)
     assert moved <= settings.error_bound + 3 * settings.step

@@ -131,7 +131,7 @@ class WithPadding(encrypted_sum.EncryptedSum):
         return one.astype("<u8").tobytes(), two.tobytes()
 
 
-def test_words_of_padding_would_show_who_took_part_and_none_is_sent():
+def test_padding_that_would_reveal_participants_is_never_sent():
     world = world_of([[1500, 0], [5, 9]], silo_record_limits=(2000, 10))
     world.updates, world.noise = world.draw(np.random.default_rng(1))
     epoch, update, place = world.begin(1).weights, world.updates[0, 0], world.order.index(0)
@@ -182,7 +182,7 @@ def read_totals(silo, kept: LatticeWeights, repeated: LatticeWeights) -> list[in
 
 
 @pytest.mark.parametrize("constant", [False, True], ids=["fresh bytes", "constant bytes"])
-def test_a_silo_that_keeps_both_messages_of_a_repeated_epoch_reads_no_total(monkeypatch, constant):
+def test_a_silo_with_both_messages_of_a_repeated_epoch_reads_no_total(monkeypatch, constant):
     """A server that was restored from a copy opens an epoch twice.
 
     The planted fault: weights without fresh bytes, whose difference shows the drawn weights.
@@ -224,7 +224,7 @@ def weight_sums(world) -> np.ndarray:
     return world.counts.sum(0)[world.order] * words / 2.0**56
 
 
-def test_a_user_beyond_the_limits_would_weigh_more_than_one_and_is_refused(monkeypatch):
+def test_a_user_beyond_the_limits_is_refused(monkeypatch):
     """If silos checked totals only, N_u could reach M, and the table would give a wrong weight."""
     world = world_of([[20, 3], [20, 2]])
     assert weight_sums(world) == pytest.approx([1, 1])
@@ -238,7 +238,7 @@ def test_a_user_beyond_the_limits_would_weigh_more_than_one_and_is_refused(monke
 # Low bits of the sum
 
 
-def test_the_sum_below_a_step_is_uniform_and_would_depend_on_the_totals(world, monkeypatch):
+def test_the_sum_below_a_step_is_uniform_whatever_the_totals(world, monkeypatch):
     """Equal updates in all coordinates: without dithers, all sums are equal below a step."""
     equal = np.full((2, 2, COORDINATES), 0.99 / np.sqrt(COORDINATES))
     low = below_a_step(world, round_of(world, updates=equal))

@@ -65,7 +65,7 @@ def test_no_negative_rate_bounds_a_square(basis):
     assert b.best_rounds(100) == 0
 
 
-def test_the_longest_useful_step_of_a_round_bowl_has_a_rate_of_exactly_zero_or_more():
+def test_the_longest_useful_step_in_a_round_bowl_has_rate_zero():
     for mu in np.arange(1, 200) / 7:
         b = bound(
             strong_convexity=mu, smoothness=mu, learning_rate=1 / mu, personal_learning_rate=0.01
@@ -114,7 +114,7 @@ def one_step(rng, basis, *, long=False):
 
 
 @pytest.mark.parametrize("basis", BASES)
-def test_lemma_1_holds_in_both_forms_where_the_personal_steps_are_short_enough(basis):
+def test_both_forms_of_lemma_1_hold_for_short_personal_steps(basis):
     rng = np.random.default_rng(1)
     for _ in range(2000):
         reached, promised, b = one_step(rng, basis)
@@ -122,7 +122,7 @@ def test_lemma_1_holds_in_both_forms_where_the_personal_steps_are_short_enough(b
         assert b.conditions[-1].holds
 
 
-def test_lemma_1_as_printed_fails_for_long_steps_and_the_condition_says_so():
+def test_lemma_1_as_printed_fails_for_long_steps_as_its_condition_says():
     # One quadratic client of curvature 10 at v = 1, w* = 0: λ nearly 0 and η_L = 1.
     mu, eta, weight, v = 10.0, 1.0, 0.01, 1.0
     m = (1 - weight / 2) * mu + weight
@@ -144,7 +144,7 @@ def test_lemma_1_as_printed_fails_for_long_steps_and_the_condition_says_so():
     assert worst > 1.2
 
 
-def test_the_provable_bound_needs_neither_gradient_bound_nor_spread_and_always_contracts():
+def test_the_provable_bound_contracts_without_a_gradient_bound_or_a_spread():
     for weight in (0.0, 0.1, 1.0, 2.0):
         b = bound(weight=weight, gradient_bound=math.inf, model_spread=math.inf)
         assert b.converges

@@ -72,7 +72,7 @@ def test_rounds_and_weight_are_answered_for_both_bases(tmp_path):
     assert 10 * (1 - 1e-6) < spent <= 10
 
 
-def test_a_schedule_for_a_given_weight_says_in_words_what_holds_and_what_not(tmp_path):
+def test_a_schedule_for_a_given_weight_states_what_holds(tmp_path):
     done = schedule(tmp_path, global_weight=0.1, strong_convexity=0.5, delta=0.01)
     assert done.exit_code == 0, done.output
     for word in ("T*", "one record of 600", "published", "provable", "✗", "μ >", "δ = 0.01"):
@@ -80,7 +80,7 @@ def test_a_schedule_for_a_given_weight_says_in_words_what_holds_and_what_not(tmp
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_bound_beyond_any_number_leaves_a_schedule_without_rounds_in_valid_json(tmp_path):
+def test_an_infinite_bound_leaves_a_schedule_without_rounds_in_valid_json(tmp_path):
     changes = {"strong_convexity": 0.05, "learning_rate": 0.1, "max_rounds": 20000}
     done = schedule(tmp_path, "--json", global_weight=0.1, **changes)
 
@@ -119,7 +119,7 @@ def test_without_clipped_gradients_the_provable_noise_is_that_of_2C(tmp_path):
     assert "gradients clipped" not in provable["epsilon"]
 
 
-def test_several_local_steps_raise_the_noise_and_are_named_as_beyond_the_bound(tmp_path):
+def test_several_local_steps_raise_the_noise_and_lie_beyond_the_bound(tmp_path):
     one, three = (
         answered(tmp_path, global_weight=0.5, local_steps=k)["schedules"][1] for k in (1, 3)
     )
@@ -155,9 +155,7 @@ def test_several_local_steps_raise_the_noise_and_are_named_as_beyond_the_bound(t
         ),
     ],
 )
-def test_a_schedule_that_cannot_be_made_exits_with_2_and_says_what_to_change(
-    tmp_path, changes, message
-):
+def test_an_impossible_schedule_exits_with_2_and_says_what_to_change(tmp_path, changes, message):
     done = schedule(tmp_path, **changes)
     assert done.exit_code == 2
     assert _unbroken(message) in _unbroken(done.output)

@@ -59,9 +59,7 @@ def spread_of_losses(w, f, weight, stddev, draws, rng):
 
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0, 1.7, 2.0])
 @pytest.mark.parametrize("stddev", [0.0, 1.5])
-def test_the_provable_r_is_the_mean_over_the_posterior_to_within_four_standard_errors(
-    weight, stddev
-):
+def test_the_provable_r_is_the_posterior_mean_within_four_standard_errors(weight, stddev):
     w, f = world(), fairness()
     seen = spread_of_losses(w, f, weight, stddev, 40_000, np.random.default_rng(1))
     error = seen.std() / math.sqrt(len(seen))
@@ -77,7 +75,7 @@ def test_the_printed_r_is_off_by_far_more():
 
 
 @pytest.mark.full
-def test_the_posterior_is_that_of_whole_worlds_and_the_expected_problem_their_mean():
+def test_the_posterior_and_the_expected_problem_match_simulated_worlds():
     rng, draws, stddev = np.random.default_rng(2), 4000, 1.0
     weights = (0.0, 0.5, 1.5)
     seen, computed = np.empty((draws, 3)), np.empty((draws, 3))
@@ -169,14 +167,14 @@ def test_the_best_weight_is_the_numerical_minimum_of_r(seed, basis):
 
 
 @pytest.mark.parametrize("basis", BASES)
-def test_without_noise_the_fairest_model_is_the_best_guess_of_the_true_one(basis):
+def test_without_noise_the_fairest_model_is_the_best_guess_of_the_truth(basis):
     f = fairness()
     best = f.best_global_weight(upload_variance=0.0, basis=basis)
     assert f.interpolation(best) == pytest.approx(f.shrinkage, rel=1e-3)
 
 
 @pytest.mark.parametrize("basis", grid(BASES, lambda basis: basis == "provable"))
-def test_corollary_1_more_noise_asks_for_a_smaller_weight_even_where_minima_are_many(basis):
+def test_corollary_1_more_noise_lowers_the_best_weight_despite_many_minima(basis):
     in_one_dimension = {**WORLD, "dimension": 1}
     several = 0
     for G1 in np.exp(np.linspace(-2, 8, 11)):
@@ -192,7 +190,7 @@ def test_corollary_1_more_noise_asks_for_a_smaller_weight_even_where_minima_are_
 
 
 @pytest.mark.parametrize("basis", BASES)
-def test_below_the_clipping_norm_of_theorem_3_r_is_convex_for_every_noise(basis):
+def test_below_the_clipping_norm_of_theorem_3_r_is_convex(basis):
     rng = np.random.default_rng(5)
     N, d, x, covered = 6, 4, np.linspace(0, 1, 101), 0
     for _ in range(100):
@@ -221,7 +219,7 @@ def scaled(factor) -> LinearFairness:
     )
 
 
-def test_the_provable_weight_does_not_depend_on_the_unit_of_the_models_the_printed_one_does():
+def test_the_provable_weight_ignores_the_models_unit_unlike_the_printed_weight():
     def best(factor, basis):
         return scaled(factor).best_global_weight(upload_variance=factor**2, basis=basis)
 
@@ -229,7 +227,7 @@ def test_the_provable_weight_does_not_depend_on_the_unit_of_the_models_the_print
     assert best(10.0, "published") > 1.3 * best(1.0, "published")
 
 
-def test_by_training_loss_as_definition_1_says_the_fairest_weight_is_always_zero():
+def test_by_definition_1_with_training_loss_the_fairest_weight_is_zero():
     w, rng = world(), np.random.default_rng(6)
     noise = 0.5 * rng.normal(size=(2000, *w.true_models.shape))
     spread = []

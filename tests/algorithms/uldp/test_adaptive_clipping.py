@@ -171,7 +171,7 @@ def test_rows_have_the_sides_that_single_updates_have():
 
 
 @pytest.mark.parametrize("norms", [(0.0, 0.4, 3.0), (3.0, 3.0, 0.4)])
-def test_a_user_in_all_silos_moves_the_sum_by_one_bound_at_most(norms):
+def test_users_in_all_silos_move_the_sum_by_at_most_one_bound(norms):
     """Weights of 1/3 in three silos, with parts of any lengths and directions."""
     protection = ClipAndNoise(
         of_units=True, clipping_norm=1.0, noise_stddev=1.0, update_norm=0.6, side_weight=1.6

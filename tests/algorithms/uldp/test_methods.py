@@ -280,7 +280,7 @@ def without(user, data):
         lambda case: case[2] == FullParticipation(USERS) or case[:2] == (UldpAvg, "by-records"),
     ),
 )
-def test_one_user_with_all_records_moves_the_sum_by_at_most_the_clipping_norm(
+def test_one_user_with_all_records_moves_the_sum_within_the_clipping_norm(
     method, weighting, sampling, seed, count, bound
 ):
     torch.manual_seed(seed)
@@ -321,7 +321,7 @@ def test_weights_by_which_one_user_could_do_more_are_refused(weights, said):
         check_weights(weights, SILOS, [7, 9])
 
 
-def test_weights_that_are_said_to_be_equal_are_at_most_one_over_the_silos():
+def test_weights_declared_equal_are_at_most_one_over_the_silos():
     check_weights(np.full((SILOS, 1), 1 / SILOS), SILOS, [7, 9], "equal")
     check_weights(np.empty((SILOS, 0)), SILOS, [], "equal")
     one_silo = np.array([[1.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
@@ -410,7 +410,7 @@ def recorded(strategy, data=None):
 
 
 @pytest.mark.parametrize("weighting", ["equal", "by-records"])
-def test_every_silo_is_told_the_same_users_and_they_are_the_plans_draw(weighting):
+def test_every_silo_gets_the_same_users_which_are_the_plans_draw(weighting):
     sampling = PoissonSampling(USERS, 0.4)
     strategy = strategy_of(UldpAvg, plan=plan(sampling), weighting=weighting, local=LOCAL, **COMMON)
     grid = recorded(strategy)
@@ -445,7 +445,7 @@ def test_nothing_but_the_noised_sum_leaves_a_silo_in_training():
     assert all(set(reply.content.keys()) == {"update"} for reply in replies)
 
 
-def test_an_empty_draw_of_users_is_a_round_of_noise_like_any_other():
+def test_an_empty_draw_of_users_is_a_round_of_noise():
     sampling = PoissonSampling(USERS, 1e-9)
     strategy = strategy_of(
         UldpAvg, plan=plan(sampling), weighting="by-records", local=LOCAL, **COMMON
@@ -484,7 +484,7 @@ def with_absence(tmp_path, method=UldpAvg):
     return strategy, Ledger.read(tmp_path / "ledger.jsonl"), ledger
 
 
-def test_naive_leaves_the_given_plan_as_it_is_and_accounts_by_that_of_its_silos():
+def test_naive_leaves_the_given_plan_unchanged_and_accounts_by_its_silos():
     given = plan(noise_multiplier=5.0)
     strategy = strategy_of(UldpNaive, plan=given, local=LOCAL, **COMMON)
     assert strategy.run.plan is given
@@ -503,7 +503,7 @@ def test_a_lost_silos_noise_is_topped_up_and_the_ledger_says_so(method, scale, t
     assert [e["topped_up_stddev"] for e in commits] == pytest.approx([missing, 0, missing])
 
 
-def test_who_sees_the_sums_of_fewer_silos_sees_less_noise(tmp_path):
+def test_an_adversary_that_sees_sums_of_fewer_silos_sees_less_noise(tmp_path):
     strategy, _, _ = with_absence(tmp_path)
     assert strategy.participations.in_sums == pytest.approx(1.5 + 1 + 1.5)
     views = {g.view: g.epsilon for g in strategy.guarantees() if g.basis == "provable"}
@@ -513,7 +513,7 @@ def test_who_sees_the_sums_of_fewer_silos_sees_less_noise(tmp_path):
     assert views[AdversaryView.RELEASED_MODELS] == pytest.approx(models)
 
 
-def test_rounds_whose_uploads_all_came_too_late_still_count_for_who_saw_them():
+def test_rounds_whose_uploads_all_came_too_late_still_count():
     class Silent(InProcessGrid):
         def send_and_receive(self, messages, *, timeout=None):
             replies = super().send_and_receive(messages, timeout=timeout)
@@ -527,7 +527,7 @@ def test_rounds_whose_uploads_all_came_too_late_still_count_for_who_saw_them():
     assert views[AdversaryView.EACH_UPLOAD] == pytest.approx(expected)
 
 
-def test_the_guarantees_are_those_of_the_plan_and_the_log_has_both_epsilons():
+def test_guarantees_match_the_plan_and_the_log_has_both_epsilons():
     sampling = PoissonSampling(USERS, 0.4)
     strategy = strategy_of(
         UldpAvg, plan=plan(sampling), weighting="by-records", local=LOCAL, **COMMON
@@ -714,7 +714,7 @@ RAISING = {
     ],
 )
 @pytest.mark.parametrize("kind", RAISING)
-def test_a_user_whose_training_raises_moves_no_update_but_their_own(kind, raising, caplog):
+def test_a_user_whose_training_raises_moves_no_other_users_update(kind, raising, caplog):
     model, loss, training, label = RAISING[kind]
     task = Task(model=model, data=lambda silo: silo, loss=loss, device="cpu")
     job = silo_job(task, sizes=[20, 20, 9, 9, 9, 12, 1], training=training)
@@ -835,7 +835,7 @@ def test_silos_whose_data_do_not_fit_are_named_before_the_first_round(method, ba
     assert strategy.participations.rounds == 0
 
 
-def test_a_silo_without_records_and_a_user_without_silo_take_part_with_nothing():
+def test_empty_silos_and_users_without_silos_take_part_with_nothing():
     data = [silo(0), silo(1), silo(2, records_=0)]
     for strategy in (
         strategy_of(UldpAvg, plan=plan(), local=LOCAL, weighting="by-records", **COMMON),
@@ -856,7 +856,7 @@ def test_a_silo_without_test_examples_is_left_out_of_the_scores():
     assert set(strategy.run.client_metrics) == {0, 2}
 
 
-def test_a_metric_that_a_silo_leaves_undefined_is_missing_there_and_averaged_over_the_others():
+def test_a_metric_undefined_in_one_silo_is_averaged_over_the_others():
     def share_of_class_0(outputs, targets):
         wanted = targets == 0
         return float(wanted.float().mean()) if wanted.any() else math.nan

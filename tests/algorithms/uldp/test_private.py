@@ -124,7 +124,7 @@ def test_at_full_key_size_the_model_is_that_of_plain_weights():
     assert difference(private, plain) <= protocol.precision
 
 
-def test_every_coordinate_of_the_sum_errs_by_the_precision_at_most_and_by_a_dither():
+def test_coordinates_of_the_sum_err_by_at_most_precision_and_a_dither():
     coarse = replace(SMALL, precision=1e-3)
     sums = {}
 
@@ -208,7 +208,7 @@ def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeyp
     assert "users" not in strategy.run.progress.row
 
 
-def test_the_server_receives_group_elements_for_a_draw_and_only_from_silo_0():
+def test_only_silo_0_answers_a_draw_and_the_server_gets_group_elements():
     strategy = make(protocol=HIDDEN, sampling=PoissonSampling(USERS, 0.4), evaluate_every=0)
     grid, _ = start(strategy, Recorder)
     asked = [m for m in grid.sent if is_draw(m)]
@@ -228,7 +228,7 @@ def test_the_server_receives_group_elements_for_a_draw_and_only_from_silo_0():
     grid_of(INSTALLED, lambda protocol: name_of(protocol) == "paillier"),
     ids=lambda protocol: name_of(protocol),
 )
-def test_where_silo_0_does_not_answer_for_a_draw_the_round_is_discarded(protocol, tmp_path):
+def test_a_draw_that_silo_0_does_not_answer_discards_the_round(protocol, tmp_path):
     class Silent(InProcessGrid):
         draws = 0
 
@@ -303,7 +303,7 @@ def transcript():
     return strategy, grid
 
 
-def test_the_server_receives_keys_seeds_blinded_counts_and_masked_sums_and_nothing_else(transcript):
+def test_the_server_gets_only_keys_seeds_blinded_counts_and_masked_sums(transcript):
     strategy, grid = transcript
     facts = strategy.run.summation.server.settings
     sizes = {
@@ -515,7 +515,7 @@ def test_a_second_reply_of_a_silo_is_refused_and_the_first_counts():
     ("step", "asked"), [("one-by-one", 1), ("begin", 2), ("keys", 3), ("count", 4)]
 )
 @pytest.mark.parametrize("lose", ["silent", "malformed"])
-def test_a_silo_that_is_lost_in_the_set_up_ends_the_run_by_its_number(step, asked, lose):
+def test_a_silo_lost_in_the_set_up_ends_the_run_by_number(step, asked, lose):
     count = []
 
     def drop(replies, grid):
@@ -550,7 +550,7 @@ def test_counts_that_are_no_residues_end_the_run():
         start(make(), Meddler, meddle=forge, kind=f"query.{METHOD}", groups=("0",))
 
 
-def test_a_silos_key_of_low_order_ends_the_set_up_by_its_number():
+def test_a_silos_key_of_low_order_ends_the_set_up_by_number():
     def forge(replies, grid):
         told = records.to_arrays(replies[1].content["answer"])
         if "begin" in told:
@@ -563,7 +563,7 @@ def test_a_silos_key_of_low_order_ends_the_set_up_by_its_number():
         start(make(), Meddler, meddle=forge, kind=f"query.{METHOD}", groups=("0",))
 
 
-def test_an_answer_to_a_draw_that_is_no_choice_discards_the_round_and_the_run_goes_on(logged):
+def test_an_invalid_answer_to_a_draw_discards_the_round_only(logged):
     forged = []
 
     def forge(replies, grid):
@@ -649,7 +649,7 @@ def beyond_the_plan():
         (SMALL, lambda: [silos()[0], beyond_the_plan(), silos()[2]]),
     ],
 )
-def test_what_is_wrong_with_the_data_of_a_silo_stays_with_the_silo(protocol, data):
+def test_errors_in_a_silos_data_stay_in_the_silo(protocol, data):
     replies = []
 
     def watch(received, grid):
@@ -695,7 +695,7 @@ def test_a_round_is_on_record_before_its_sum_leaves():
         assert facts["last_round"] == 2
 
 
-def test_a_client_that_fails_does_not_use_up_the_round_of_the_others(monkeypatch):
+def test_a_failing_client_does_not_use_up_the_round_of_the_others(monkeypatch):
     finish = PaillierOpenSum.finish
 
     def full(self, noise):
@@ -726,7 +726,7 @@ def test_what_encoding_and_dither_add_to_the_sensitivity_is_paid_for(tmp_path):
     assert ledger.spent(1e-5).epsilon == pytest.approx(expected)
 
 
-def test_where_a_run_goes_on_the_larger_sensitivity_of_both_set_ups_counts():
+def test_a_resumed_run_counts_the_larger_sensitivity_of_both_set_ups():
     def after(before, anew):
         earlier, strategy = make(), make()
         sums, earlier_sums = strategy.run.summation, earlier.run.summation
@@ -750,7 +750,7 @@ def test_guarantees_say_what_the_protocol_shows_and_what_it_rests_on():
     assert "how many records each user has" not in shown
 
 
-def test_a_run_ends_after_three_sums_if_a_user_has_more_records_than_all_silos_may_have():
+def test_a_user_with_too_many_records_ends_the_run_after_three_sums():
     held = histogram(silos(), USERS)
     most = int(held.max())
     assert most < held.sum(axis=0).max()
@@ -761,7 +761,7 @@ def test_a_run_ends_after_three_sums_if_a_user_has_more_records_than_all_silos_m
 
 @pytest.mark.parametrize("users", [2, USERS])
 @pytest.mark.parametrize("silos", [2, 100])
-def test_steps_of_the_encoding_are_a_quarter_of_a_silos_noise_at_most(users, silos):
+def test_steps_of_the_encoding_are_at_most_a_quarter_of_silo_noise(users, silos):
     """Larger steps would round the noise of every silo to zero, and leave the sum without noise."""
     sampling, local = FullParticipation(users), {"num_silos": silos}
     stddev = mechanism_of(plan(sampling), silos=silos).client_noise_stddev(silos)

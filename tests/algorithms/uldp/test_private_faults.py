@@ -221,7 +221,7 @@ def outcome_of(strategy, options):
     ("protocol", "name", "receives"),
     grid_of(SET_UP, lambda name: name in ("paillier-from-count", "lattice-from-keys")),
 )
-def test_a_message_of_the_set_up_of_anything_refuses_the_set_up_or_spoils_sums(
+def test_any_odd_message_of_the_set_up_refuses_it_or_spoils_sums(
     protocol, name, receives, tmp_path
 ):
     """A silo that lies about counts is outside the model, but it can only end in these two ways."""
@@ -290,9 +290,7 @@ def test_a_message_of_a_round_of_anything_discards_that_round_alone(
 
 
 @EVERY
-def test_a_sum_of_an_earlier_round_under_a_new_number_discards_the_round(
-    protocol, tmp_path, logged
-):
+def test_an_old_sum_under_a_new_round_number_discards_the_round(protocol, tmp_path, logged):
     class Replaying(InProcessGrid):
         earlier = None
 
@@ -334,7 +332,7 @@ def test_a_run_whose_first_three_sums_are_spoiled_ends_with_the_reason(protocol,
     assert strategy.participations.rounds == 3
 
 
-def test_a_silo_that_repeats_the_key_of_another_is_named_and_nobody_else():
+def test_only_a_silo_that_repeats_the_key_of_another_is_named():
 
     def another(data, rng, grid):
         return grid.of_another
@@ -499,7 +497,7 @@ def test_a_silo_whose_data_fail_sends_a_sum_like_any_other(protocol, change):
 
 
 @in_turn("change", [other_users, fewer_users])
-def test_users_who_come_or_leave_after_the_set_up_count_as_zero(protocol, change):
+def test_users_that_appear_or_leave_after_the_set_up_count_as_zero(protocol, change):
     strategy = make(protocol=protocol, evaluate_every=0)
     model, _ = run_with(strategy, change)
     assert strategy.refusals == []
@@ -558,9 +556,7 @@ def test_a_silo_that_cannot_encrypt_its_updates_encrypts_zeros(protocol, step, m
 
 
 @EVERY
-def test_a_user_beyond_a_silos_limit_weighs_as_if_at_the_limit_and_nobody_sees_it(
-    protocol, logged, monkeypatch
-):
+def test_a_user_beyond_a_silos_limit_counts_at_the_limit_unseen(protocol, logged, monkeypatch):
     limits = (3, 4, 5)
     strategy = make(protocol=replace(protocol, silo_record_limits=limits), evaluate_every=0)
     _, model = start(strategy)

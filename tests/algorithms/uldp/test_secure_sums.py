@@ -88,7 +88,7 @@ def noise_of(strategy, answered=range(SILOS)):
     [pytest.param(*m.values, FullParticipation(USERS), id=m.id) for m in METHODS]
     + [pytest.param(*m.values, SAMPLED, id=f"{m.id}-poisson") for m in METHODS if m.id != "naive"],
 )
-def test_the_model_is_that_of_plain_sums_but_for_known_noise_and_rounding_to_cells(make, sampling):
+def test_the_model_equals_plain_sums_up_to_known_noise_and_rounding(make, sampling):
     ours = make(plan=secure(sampling), **COMMON)
     theirs = make(plan=plan(sampling, noise_multiplier=1e-9), **COMMON)
     (_, one), (_, other) = run(ours), run(theirs)
@@ -133,7 +133,7 @@ def without(user, data):
 
 @pytest.mark.parametrize("weighting", ["equal", "by-records"])
 @pytest.mark.parametrize("scale", [1.0, 1e4])
-def test_one_user_moves_the_sum_over_silos_by_the_clipping_norm_at_most_exactly(weighting, scale):
+def test_one_user_moves_the_sum_over_silos_by_exactly_the_clipping_norm(weighting, scale):
     data = silos()
     for one in data:  # a user who pulls the same way in every silo, as hard as it can
         mine = one.owners == 3
@@ -200,7 +200,7 @@ def test_where_none_may_be_lost_a_lost_silo_discards_the_round(make, logged):
     assert strategy.participations.in_sums == 0  # nobody saw a sum
 
 
-def test_where_a_silo_may_be_lost_the_noise_is_that_of_all_shares_all_the_same():
+def test_if_a_silo_drops_out_the_noise_is_still_as_planned():
     still = LocalTraining(epochs=1, batch_size=4, learning_rate=1e-30)
     sums = SecureSum(colluding=0.0, dropouts=0.3, resist_equivocation=False)
     for lost in ((), (2,)):
@@ -214,7 +214,7 @@ def test_where_a_silo_may_be_lost_the_noise_is_that_of_all_shares_all_the_same()
 
 
 @pytest.mark.parametrize("drawn", [0.0, 0.5, 1.0])
-def test_neither_members_nor_noise_show_how_many_users_were_drawn(drawn, monkeypatch):
+def test_members_and_noise_do_not_reveal_how_many_users_were_drawn(drawn, monkeypatch):
     """The sum's noise does not show how many users Poisson sampling drew."""
     users = range(round(drawn * USERS))
     monkeypatch.setattr(PoissonSampling, "draw", lambda self, rng, past: list(users))
@@ -278,7 +278,7 @@ def test_sums_are_not_amplified_since_the_server_knows_whom_it_drew():
 
 
 @pytest.mark.parametrize("weighting", ["equal", "by-records"])
-def test_colluding_silos_cost_their_noise_where_a_user_may_lie_in_the_others_alone(weighting):
+def test_colluding_silos_cost_their_noise_if_a_user_lies_only_in_others(weighting):
     """With equal weights the others send a smaller part of the user by as much."""
     sums = SecureSum(colluding=0.33, dropouts=0.0)
     strategy = strategy_of(
@@ -292,7 +292,7 @@ def test_colluding_silos_cost_their_noise_where_a_user_may_lie_in_the_others_alo
     assert any("at most 1 of each cohort of 3 collude" in text for text in found.assumptions)
 
 
-def test_with_weights_by_records_histograms_stay_on_the_list_of_what_is_not_covered():
+def test_with_weights_by_records_histograms_stay_listed_as_not_covered():
     strategy = strategy_of(UldpAvg, plan=secure(), weighting="by-records", local=LOCAL, **COMMON)
     run(strategy)
     shown = by_view(strategy)[AdversaryView.SUM_ONLY].not_covered
@@ -320,7 +320,7 @@ def test_what_has_no_secure_sum_over_silos_is_refused_by_name():
         FederatedStrategy(group, secure())
 
 
-def test_private_weighting_has_a_secure_sum_of_its_own():
+def test_private_weighting_has_a_dedicated_secure_sum():
     pytest.importorskip("gmpy2")
     with pytest.raises(ValueError, match="SecureSum.* of the plan: expected 'client'"):
         FederatedStrategy(

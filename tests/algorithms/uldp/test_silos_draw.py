@@ -166,7 +166,7 @@ def test_a_plan_that_would_show_the_draw_or_has_none_is_refused(unfit, message):
         FederatedStrategy(UldpAvg(num_silos=SILOS, user_draw="silos"), unfit)
 
 
-def test_runs_that_share_a_state_folder_draw_each_their_own_users(tmp_path):
+def test_runs_that_share_a_state_folder_draw_independent_users(tmp_path):
     for _ in range(2):
         strategy = strategy_that_draws(local=LOCAL)
         app = strategy.method.client_app(task(draw_key=KEY), allow_seeded_noise=True)

@@ -300,7 +300,7 @@ def test_the_provable_bound_holds_in_expectation_with_all_noises(
     )
 
 
-def test_the_noise_of_a_round_has_d_times_its_variance_not_d_squared():
+def test_the_noise_of_a_round_has_variance_times_d_not_d_squared():
     """The proof of Lemma 9 takes E‖Σ z‖²/(rN)² for σ²C²d₁²/(rN)²."""
     rng = np.random.default_rng(0)
     draws = rng.normal(0, 1.1 * 0.3 / math.sqrt(10), size=(20_000, 10, 7)).sum(axis=1) / 10
@@ -358,7 +358,7 @@ def one_dimension(curvatures, targets):
     return problem
 
 
-def test_as_printed_clipped_descent_would_end_at_a_stationary_point_and_it_does_not():
+def test_clipped_descent_misses_the_stationary_point_of_the_printed_bound():
     """Targets 0, 0 and 3, clipped to 0.1 η: rest is near the median, ∇F = −0.95; q = σ = 0."""
     problem = one_dimension([1.0, 1.0, 1.0], [0.0, 0.0, 3.0])
     settings = replace(PLAIN, clipping_norm=0.1 * PLAIN.extractor_rate)
@@ -368,7 +368,7 @@ def test_as_printed_clipped_descent_would_end_at_a_stationary_point_and_it_does_
     assert provable[0] < provable[1]
 
 
-def test_as_printed_the_error_of_sam_would_vanish_without_clipping_and_it_does_not():
+def test_the_error_of_sam_does_not_vanish_without_clipping_as_printed():
     """F₁ = φ²/2 and F₂ nearly φ: SAM rests at φ = q − 1, where ‖∇F‖² = q²/4."""
     flat, q = 1e-9, 0.9
     problem = one_dimension([1.0, flat], [0.0, -1 / flat])

@@ -208,7 +208,7 @@ def at_remark_2(rounds, **changes):
     return uldp_avg_bound(problem, rounds=rounds)
 
 
-def test_the_rates_of_remark_2_give_its_order_and_obey_the_limits_from_36_suq_on():
+def test_the_rates_of_remark_2_give_its_order_from_36_suq_on():
     size = 3 * 4 * 2
     assert at_remark_2(36 * size, noise_multiplier=0.0) > 0
     with pytest.raises(ValueError, match="server_rate="):
@@ -217,7 +217,7 @@ def test_the_rates_of_remark_2_give_its_order_and_obey_the_limits_from_36_suq_on
     assert scaled[1] == pytest.approx(scaled[0], rel=0.3)
 
 
-def test_at_the_rates_of_remark_2_the_noise_term_grows_with_the_root_of_the_rounds():
+def test_at_the_rates_of_remark_2_noise_grows_with_root_rounds():
     def noise(T, **changes):
         return at_remark_2(T, **changes) - at_remark_2(T, **{**changes, "noise_multiplier": 0.0})
 

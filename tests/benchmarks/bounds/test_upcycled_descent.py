@@ -126,7 +126,7 @@ def test_the_constants_of_a_case_that_is_computed_by_hand():
     assert not ours.converges
 
 
-def test_the_first_constant_ignores_the_coefficient_the_others_grow_with_it_and_its_square():
+def test_the_first_constant_ignores_the_coefficient_and_the_others_grow_with_it():
     full = constants(coefficient=1.0)
     for c in (0.0, 0.1, 0.5, 0.9):
         part = constants(coefficient=c)
@@ -247,7 +247,7 @@ def test_lemma_5_5_holds_where_weight_and_smoothness_are_at_most_one(mu, scale, 
 
 @pytest.mark.parametrize("mu", [2.0, 10.0, 100.0])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 10.0])
-def test_with_both_steps_put_right_lemma_5_5_holds_above_one_as_well(mu, scale):
+def test_with_both_steps_corrected_lemma_5_5_holds_above_one_too(mu, scale):
     assert largest_excess(mu=mu, scale=scale, basis="provable") < 1e-9
     assert largest_excess(mu=mu, scale=scale, basis="published") > 1e-4
 
@@ -266,7 +266,7 @@ def of_problem(problem, *, basis, c, K, **_):
     return convergence_constants(**problem.facts, cohort_size=K, coefficient=c, basis=basis)
 
 
-def test_lemma_5_5_as_printed_promises_too_much_above_a_weight_of_one():
+def test_lemma_5_5_as_printed_promises_too_much_above_weight_one():
     """One client's quadratic, all clients sampled, no extrapolation: the descent is exact."""
     problem = Quadratics([[1.0]], mu=10.0)
     case = {"before": np.array([2.0]), "after": np.array([1.0]), "c": 0.0, "K": 10**9}

@@ -60,12 +60,12 @@ def answer(asked, *, least=0.0):
 
 
 @pytest.mark.parametrize(("least", "error"), [(0.6, PermissionError), (0.4, InvalidValue)])
-def test_the_owner_of_a_node_sets_the_least_noise_of_a_query_too(least, error):
+def test_a_nodes_owner_sets_the_least_noise_of_queries_too(least, error):
     with pytest.raises(error):
         answer(request(), least=least)  # without a secure sum
 
 
-def test_no_vector_leaves_a_client_without_noise_in_cells_and_a_secure_sum():
+def test_no_vector_leaves_without_noise_in_cells_and_a_secure_sum():
     unprotected = request(protection=Unprotected(), **{"secure-sum": {"a": np.zeros(1)}})
     for asked in (request(), unprotected):
         with pytest.raises(

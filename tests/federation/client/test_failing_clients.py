@@ -114,7 +114,7 @@ def test_no_failure_that_data_cause_shows_in_a_protected_run(setup, kind):
 
 
 @pytest.mark.parametrize("kind", ["a NaN", "data that raise"])
-def test_the_noise_of_a_client_that_fails_is_the_noise_of_all_others(kind):
+def test_a_failing_client_has_the_noise_of_all_others(kind):
     plan = released(noise_multiplier=5.0)
     mine, others = trained(run(fedavg(plan), failing_task(kind), rounds=12))
     numbers = [
@@ -154,7 +154,7 @@ def test_a_simulation_says_once_that_no_client_trained(failing, logged):
 
 
 @pytest.mark.parametrize("setup", ["head", "ditto", "feddyn"])
-def test_a_client_whose_later_data_fail_keeps_its_memory_as_that_of_the_round(setup):
+def test_a_client_whose_later_data_fail_keeps_the_rounds_memory(setup):
     strategy = SETUPS[setup]()
     kept = []
 
@@ -218,7 +218,7 @@ def test_a_method_that_fails_without_examples_too_sends_the_received_model():
 
 
 @pytest.mark.parametrize("kind", ["data that raise", "tensors of an unusual kind"])
-def test_scores_that_are_summed_do_not_tell_that_data_could_not_be_used(kind):
+def test_summed_scores_do_not_reveal_that_data_could_not_be_used(kind):
     scores = SecureScores(noise_multiplier=1.0, times=3, bounds=(("loss", 0.0, 3.0),))
     plan = released(noise_multiplier=1.0, noise_placement=SUMS, queries=(scores,))
     strategy = FederatedStrategy(DPFedAvg(local=FAST), plan, seed=1, evaluate_every=1, timeout=5.0)

@@ -29,7 +29,7 @@ def strongly_convex_loss(net: nn.Module) -> torch.Tensor:
     return nn.functional.mse_loss(net(X), Y) + 0.5 * squares
 
 
-def test_the_term_in_a_plain_training_loop_moves_the_optimum_until_the_slope_is_minus_the_noise():
+def test_the_term_moves_the_optimum_until_the_slope_is_minus_the_noise():
     net = model()
     term = term_of(dict(net.named_parameters()), 1.5, SeededNoise(3))
     optimiser = torch.optim.SGD(net.parameters(), lr=0.3)

@@ -34,7 +34,7 @@ def data_under(protection, build):
     return checked_data(replace(task(), model=build), request, 0)
 
 
-def test_a_model_through_which_trainings_change_one_another_is_refused_to_the_server():
+def test_a_model_by_which_trainings_change_one_another_is_refused():
     protection = ClipAndNoise(clipping_norm=1.0, noise_stddev=1.0)
     with pytest.raises(InvalidValue, match=r"Remembering\.largest.*other models see it") as refused:
         data_under(protection, Remembering)

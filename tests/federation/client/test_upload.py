@@ -76,7 +76,7 @@ def lines(logged):
     return [record.getMessage() for record in logged.records]
 
 
-def test_a_method_trains_as_often_as_it_asks_and_its_result_is_the_last_of_all():
+def test_a_method_trains_as_often_as_it_asks_and_sends_the_last():
     def twice(work):
         first = yield training()
         second = yield training(first)
@@ -89,7 +89,9 @@ def test_a_method_trains_as_often_as_it_asks_and_its_result_is_the_last_of_all()
 
 @pytest.mark.parametrize("end", [ValueError("a record"), SPOILED], ids=["raises", "diverges"])
 @pytest.mark.parametrize("protection", [UPDATES, UNITS, STEPS])
-def test_a_failed_training_leaves_its_own_model_unchanged_and_says_so_here(end, protection, logged):
+def test_a_failed_training_leaves_its_model_unchanged_and_is_logged_locally(
+    end, protection, logged
+):
     start = {"w": torch.full((2,), 5.0)}
     result = result_of(partial(once, start=start), end, protection=protection)
     assert result.model == start
@@ -134,7 +136,7 @@ def test_a_method_that_fails_is_called_again_without_examples(protection, logged
     assert any("a local training failed (ValueError)" in line for line in lines(logged))
 
 
-def test_a_method_that_fails_again_sends_the_received_model_and_keeps_its_memory():
+def test_a_method_that_fails_again_sends_the_received_model_keeping_memory():
     def method(work):
         raise ValueError("a record")
 

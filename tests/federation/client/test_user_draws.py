@@ -74,13 +74,13 @@ def refuses(vault):
     return True
 
 
-def test_a_silo_remembers_its_draws_under_any_number_that_the_server_gives_its_node(tmp_path):
+def test_a_silo_remembers_its_draws_under_any_node_number(tmp_path):
     drawn(3, vault=silo(folder=tmp_path, node_id=7))
     assert refuses(silo(folder=tmp_path, node_id=8))
     assert drawn(3, vault=silo(1, folder=tmp_path, node_id=7))  # another silo's folder
 
 
-def test_neither_age_nor_other_runs_remove_the_memory_of_draws(tmp_path):
+def test_age_and_other_runs_do_not_remove_the_memory_of_draws(tmp_path):
     drawn(3, vault=silo(folder=tmp_path))
     for file in (tmp_path / "secrets").iterdir():
         os.utime(file, (0, 0))
@@ -88,7 +88,7 @@ def test_neither_age_nor_other_runs_remove_the_memory_of_draws(tmp_path):
     assert refuses(silo(folder=tmp_path))
 
 
-def test_a_server_that_lets_a_silo_forget_its_runs_cannot_repeat_a_draw(tmp_path):
+def test_a_server_that_makes_a_silo_forget_cannot_repeat_a_draw(tmp_path):
     for folder in (None, tmp_path):
         context = context_of(folder=folder)
         keys = ClientVault(context, "uldp_avg")

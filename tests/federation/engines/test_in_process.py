@@ -93,7 +93,7 @@ def test_what_is_made_without_checks_is_what_flower_makes():
     same_message(like, other)
 
 
-def test_each_client_has_its_own_state_and_identity():
+def test_each_client_has_a_separate_state_and_identity():
     grid = InProcessGrid(counting_app(), num_clients=3)
     first, second, _ = grid.get_node_ids()
     ask(grid, first)
@@ -198,7 +198,7 @@ def test_a_cohort_at_once_is_its_clients_one_by_one(strategy):
         assert one == pytest.approx(other, abs=1e-5)
 
 
-def test_one_failing_client_of_a_cohort_answers_with_its_error_and_the_others_with_theirs():
+def test_one_failing_client_answers_with_its_error_and_others_normally():
     def data(client):
         if client == 3:
             raise RuntimeError("the disk of client 3 is gone")

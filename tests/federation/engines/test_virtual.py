@@ -45,7 +45,7 @@ def on_virtual_nodes(app: CohortApp) -> VirtualGrid:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
-def test_a_run_is_that_of_clients_on_nodes_of_their_own(strategy):
+def test_a_run_equals_that_of_clients_on_separate_nodes(strategy):
     finals, scores = [], []
     for virtual in (False, True):
         run = strategy(seed=1)
@@ -83,7 +83,7 @@ def ask(grid: VirtualGrid, clients: list[int], fails: int = -1) -> list[Message]
     return [Message(content, dst_node_id=c, message_type="query", group_id="5") for c in clients]
 
 
-def test_each_client_has_its_own_partition_state_and_error():
+def test_each_client_has_a_separate_partition_state_and_error():
     grid = on_virtual_nodes(counting())
     clients = list(grid.get_node_ids())
     assert len(clients) == CLIENTS

@@ -66,7 +66,7 @@ def test_a_round_that_is_done_again_begins_where_it_began(tmp_path):
 
 
 @pytest.mark.parametrize("kept_in", ["state", "folder"])
-def test_what_an_unused_reply_left_is_forgotten_and_what_was_used_last_is_kept(tmp_path, kept_in):
+def test_what_an_unused_reply_left_is_forgotten_and_the_last_used_kept(tmp_path, kept_in):
     facts = {"state_folder": str(tmp_path)} if kept_in == "folder" else {}
     memory = ClientMemory(context(**facts), "one", "run")
     memory.store(params(3.0), 3, and_before=True)
@@ -262,7 +262,7 @@ def test_of_two_first_outcomes_the_second_is_refused(tmp_path):
         second.store(b"keys of the second")
 
 
-def test_secrets_are_in_a_folder_of_their_own_that_a_backup_can_leave_out(tmp_path):
+def test_secrets_are_in_a_separate_folder_that_backups_can_omit(tmp_path):
     kept = context(state_folder=str(tmp_path))
     ClientMemory(kept, "one", "run").store(params(1.0), 1)
     ClientVault(kept, "one").store(b"secret")

@@ -38,7 +38,7 @@ def folder(path, key=None):
     return StateFolder(path=path, sync=False, key=key)
 
 
-def test_a_new_process_goes_on_with_the_same_noise(tmp_path):
+def test_a_new_process_continues_with_the_same_noise(tmp_path):
     whole = [numbers(NoiseStream(MATRIX, None), 9, seeded, repeats=True) for _ in range(2)]
     assert np.array_equal(*whole)
     # The same numbers, stored and read again between rounds, by a run that may not repeat them.
@@ -48,7 +48,7 @@ def test_a_new_process_goes_on_with_the_same_noise(tmp_path):
     assert np.array_equal(last, whole[0])
 
 
-def test_the_state_is_stored_before_a_round_gets_its_noise_for_its_owner_alone(tmp_path):
+def test_the_state_is_stored_before_noise_leaves_readable_by_its_owner_alone(tmp_path):
     NoiseStream(MATRIX, folder(tmp_path)).at(1, LIKE, secure, repeats=False)
     file = tmp_path / FILE
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -63,7 +63,7 @@ def test_the_state_is_stored_before_a_round_gets_its_noise_for_its_owner_alone(t
         stream.at(2, LIKE, secure, repeats=False)
 
 
-def test_noise_that_was_stored_for_a_round_is_never_used_for_another_attempt(tmp_path):
+def test_noise_stored_for_a_round_is_never_used_for_another_attempt(tmp_path):
     first = numbers(NoiseStream(MATRIX, folder(tmp_path)), 1)
     again = NoiseStream(MATRIX, folder(tmp_path))
     assert again.has_unnoted(0)
@@ -86,7 +86,7 @@ def test_a_state_that_could_not_be_stored_has_not_moved_the_stream(tmp_path):
     assert not NoiseStream(MATRIX, folder(tmp_path)).has_unnoted(2)
 
 
-def test_no_round_gets_noise_of_a_state_that_is_missing_older_or_newer(tmp_path):
+def test_no_round_gets_noise_of_a_missing_older_or_newer_state(tmp_path):
     stream = NoiseStream(MATRIX, folder(tmp_path))
     for place in (1, 2, 3):
         stream.at(place, LIKE, secure, repeats=False)

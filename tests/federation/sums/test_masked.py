@@ -102,7 +102,7 @@ def assert_same(found, expected):
 # The sum ------------------------------------------------------------------------------------------
 
 
-def test_the_model_is_that_of_the_plain_sum_of_the_same_updates_to_the_last_bit():
+def test_the_model_equals_that_of_the_plain_sum_bit_for_bit():
     _, found = run(strategy_of())
     assert_same(found, expected_model(range(CLIENTS)))
 
@@ -110,7 +110,7 @@ def test_the_model_is_that_of_the_plain_sum_of_the_same_updates_to_the_last_bit(
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("way", ["lost", "answers"])
 @pytest.mark.parametrize("who", [pytest.param((0,), marks=pytest.mark.full), (1, 6)])
-def test_whoever_is_lost_in_a_stage_the_sum_is_that_of_the_others(stage, way, who):
+def test_clients_lost_in_any_stage_leave_the_sum_of_the_others(stage, way, who):
     strategy = strategy_of()
     _, found = run(strategy, Losing, **{way: [(partition, stage) for partition in who]})
     gone = () if stage == UNMASK else who  # a client is in the sum once it has uploaded
@@ -118,7 +118,7 @@ def test_whoever_is_lost_in_a_stage_the_sum_is_that_of_the_others(stage, way, wh
     assert strategy.participations.rounds == 1
 
 
-def test_clients_lost_in_every_stage_of_a_round_leave_the_sum_of_the_others():
+def test_losses_in_every_stage_of_a_round_leave_the_others_sum():
     _, found = run(strategy_of(), Losing, lost=[(0, BEGIN), (3, KEYS)], answers=[(5, UNMASK)])
     assert_same(found, expected_model({1, 2, 4, 5, 6, 7}))
 
@@ -136,7 +136,7 @@ def test_with_too_few_left_a_round_is_discarded(stage, logged):
     assert bool(strategy.participations.in_sums) == (stage == UNMASK)
 
 
-def test_the_next_round_is_another_one_for_those_who_were_lost():
+def test_clients_that_were_lost_take_part_in_the_next_round():
     strategy = strategy_of()
     grid, _ = run(strategy, Losing, rounds=2, answers=[(0, KEYS)])
     rounds = {
@@ -178,7 +178,7 @@ class Restarting(Recorder):
         return list(super().send_and_receive(messages))
 
 
-def test_a_client_whose_process_ends_after_every_message_goes_on_and_answers_nothing_twice(
+def test_a_client_that_restarts_after_each_message_answers_nothing_twice(
     tmp_path,
 ):
     grid, found = run(strategy_of(), Restarting, folder=[str(tmp_path)])
@@ -231,7 +231,7 @@ def _mask_at_once(folder, asked, value, both_loaded, outcomes):
         outcomes.put(str(error))
 
 
-def test_of_two_processes_that_get_one_training_message_one_masks_and_the_other_refuses(tmp_path):
+def test_of_two_processes_with_one_training_message_only_one_masks(tmp_path):
     one = Round(round_context())
     deliveries = one.share(one.advertise())
     facts = {"partition-id": 0, "state-folder": str(tmp_path)}
@@ -306,7 +306,7 @@ def far_off(data):
     return data[:-1] + bytes([(data[-1] + 64) % 256])
 
 
-def test_a_sum_that_a_member_spoiled_is_discarded_and_the_log_says_why(logged, tmp_path):
+def test_a_sum_that_a_member_spoiled_is_discarded_with_a_reason(logged, tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     strategy = strategy_of(ledger=ledger)
     _, found = run(strategy, Crafting, stage=["train"], craft=[far_off])
@@ -347,7 +347,7 @@ GARBLED = {
     ("garble", "stage"),
     grid_of(product(GARBLED, STAGES), [*zip(GARBLED, cycle(STAGES), strict=False)].__contains__),
 )
-def test_an_odd_message_of_the_server_is_one_clients_error_and_the_others_go_on(stage, garble):
+def test_an_odd_server_message_is_one_clients_error_only(stage, garble):
     strategy = strategy_of()
     _, found = run(strategy, Garbling, stage=[stage], garble=[GARBLED[garble]])
     gone = {3} if stage != UNMASK else set()
@@ -355,7 +355,7 @@ def test_an_odd_message_of_the_server_is_one_clients_error_and_the_others_go_on(
     assert "node 1003" in strategy.refusals[0]
 
 
-def test_who_reveals_wrong_shares_is_named_and_the_sum_is_right(logged):
+def test_a_client_that_reveals_wrong_shares_is_named_and_the_sum_right(logged):
     def wrong(data):  # the last byte of the first share
         return data[:74] + bytes([data[74] ^ 1]) + data[75:]
 
@@ -367,7 +367,7 @@ def test_who_reveals_wrong_shares_is_named_and_the_sum_is_right(logged):
     assert said in logged.text
 
 
-def test_whose_sealed_shares_cannot_be_opened_is_named_and_the_sum_is_right(logged):
+def test_a_client_whose_shares_cannot_be_opened_is_named(logged):
     def wrong(data):  # in the tag of the last sealed share, before its two hashes
         return data[:-65] + bytes([data[-65] ^ 1]) + data[-64:]
 
@@ -379,9 +379,7 @@ def test_whose_sealed_shares_cannot_be_opened_is_named_and_the_sum_is_right(logg
     assert said in logged.text
 
 
-def test_who_deals_shares_of_another_secret_is_named_and_the_round_is_discarded(
-    logged, monkeypatch
-):
+def test_a_client_that_deals_shares_of_another_secret_discards_the_round(logged, monkeypatch):
     right, dealt = member.split, []
 
     def split(secret, *facts):
@@ -473,7 +471,7 @@ def test_nothing_but_uniform_bytes_leaves_a_client_that_trains():
     assert stats.chisquare(counts).pvalue > 1e-10
 
 
-def test_the_same_client_with_the_same_update_sends_other_bytes_in_another_run():
+def test_the_same_update_is_sent_as_other_bytes_in_another_run():
     one, two = (uploads(run(strategy_of())[0])[0][records.UPDATE]["message"] for _ in range(2))
     first, second = (array.numpy()[-4 * 56 :] for array in (one, two))
     assert (first == second).mean() < 0.1
@@ -490,7 +488,7 @@ def sums_only(strategy):
     )
 
 
-def test_who_sees_sums_needs_no_assumption_that_the_run_does_not_meet():
+def test_an_adversary_that_sees_sums_needs_only_assumptions_the_run_meets():
     plain, secure = strategy_of(plan=plan(noise_placement="client")), strategy_of()
     for strategy in (plain, secure):
         run(strategy, rounds=3)
@@ -503,7 +501,7 @@ def test_who_sees_sums_needs_no_assumption_that_the_run_does_not_meet():
     assert after.epsilon == pytest.approx(before.epsilon)
 
 
-def test_the_noise_of_those_who_may_collude_is_not_counted():
+def test_the_noise_of_clients_that_may_collude_is_not_counted():
     sums = SecureSum(colluding=0.25, dropouts=0.25)
     assert sums.for_cohort(CLIENTS).honest_answers == 4  # of 6 answers
     colluding = strategy_of(plan=plan(noise_placement=sums))

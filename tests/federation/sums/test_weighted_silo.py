@@ -108,7 +108,7 @@ def test_a_silo_without_keys_trains_nobody_and_says_that_it_lost_them():
     assert upload(total, torch.ones(2)) == (LOST, bytes(1))
 
 
-def test_a_round_with_another_number_of_users_than_the_set_up_is_refused():
+def test_a_round_with_another_number_of_users_is_refused():
     silo = World(weighting_settings(), COUNTS).silos[0]
     with pytest.raises(ProtocolError, match="a round with 12 users: expected 4"):
         hidden_sum(silo)
@@ -120,7 +120,7 @@ def of_silo_2(world, message):
 
 
 @pytest.mark.parametrize("odd", [np.full(5, np.nan), np.full(5, 1.1), np.zeros(4)])
-def test_the_sum_of_a_silo_with_an_unusual_update_is_that_of_zeros(odd, monkeypatch):
+def test_a_silo_with_an_unusual_update_sends_a_sum_of_zeros(odd, monkeypatch):
     world = World(weighting_settings(), COUNTS)
     updates, noise = world.draw(np.random.default_rng(3))
     message = world.begin(1)

@@ -217,7 +217,7 @@ def test_an_unknown_accountant_is_refused():
         epsilon(POISSON, accountant="moments")
 
 
-def test_different_releases_compose_to_at_least_each_part_and_at_most_the_worst():
+def test_different_releases_compose_to_between_each_part_and_the_worst():
     weak = Release(sampling=POISSON, noise_multiplier=0.9, relation=ADD_OR_REMOVE)
     strong = Release(
         sampling=PoissonSampling(100, 0.05), noise_multiplier=2.0, relation=ADD_OR_REMOVE
@@ -228,7 +228,7 @@ def test_different_releases_compose_to_at_least_each_part_and_at_most_the_worst(
     assert privacy_loss_of([weak] * 10 + [strong] * 10, delta=1e-3).epsilon == both
 
 
-def test_poisson_sampling_at_rate_1_has_the_loss_of_full_participation_under_any_relation():
+def test_poisson_sampling_at_rate_1_has_the_loss_of_full_participation():
     sampling = PoissonSampling(9, 1.0)
     usual = Release(sampling=sampling, noise_multiplier=2.0, relation=ADD_OR_REMOVE)
     special = usual.under(SPECIAL)
@@ -349,7 +349,7 @@ def test_no_rounding_takes_epsilon_below_what_the_sum_of_all_outputs_tells(accou
     assert seen == {True, False}
 
 
-def test_noise_that_hides_nearly_all_over_a_million_rounds_is_not_called_no_loss():
+def test_noise_that_hides_a_million_rounds_still_counts_as_a_loss():
     facts = {"sigma": 1e7, "rounds": 10**6, "delta": 1e-12}
     assert told_by_the_sum(1e-2, 1e7, 10**6, [1e-12])[0] > 4e-6
     for accountant in ("pld", "rdp"):
@@ -362,7 +362,7 @@ def test_orders_below_two_are_searched_where_sampling_hides_little():
     assert epsilon(PoissonSampling(100, 0.7), **facts) <= renyi < 64
 
 
-def test_many_rounds_composed_block_by_block_are_a_little_above_the_exact_gaussian():
+def test_many_rounds_composed_by_blocks_lie_slightly_above_the_exact_gaussian():
     # At a rate of nearly 1 the run is one Gaussian of multiplier σ/√T, whose ε is known exactly.
     for rounds in (5_000, 100_003):
         sampling = PoissonSampling(10, 1 - 1e-12)

@@ -171,7 +171,7 @@ def test_a_delta_above_the_chance_of_being_drawn_needs_no_noise(
     assert 20 <= calibrate_rounds(noise_multiplier=1e-3, **above) < 22
 
 
-def test_a_delta_a_little_below_the_chance_of_being_drawn_bounds_a_release_without_noise():
+def test_without_noise_epsilon_is_zero_only_for_deltas_above_the_draw_probability():
     # With next to no noise, a release is (0, δ) for δ = 1 - (1 - q)^T, and for no smaller δ.
     chance = 1 - 0.99**20
     facts = {"sampling": SELDOM, "rounds": 20, "relation": SELDOM.default_relation}

@@ -40,7 +40,7 @@ def test_figure_2_at_one_record_is_above_what_is_tight():
     assert renyi(SMALL, 1) == pytest.approx(conversion(SMALL, 1), rel=1e-9)
 
 
-def test_without_sampling_a_group_of_k_is_a_gaussian_of_k_times_the_sensitivity():
+def test_without_sampling_a_group_of_k_has_k_times_the_sensitivity():
     everyone = DpSgd(noise_multiplier=6.0, sampling_rate=1.0, steps=10)
     loss = privacy_loss(
         sampling=FullParticipation(1),
@@ -145,7 +145,7 @@ def test_what_is_negligible_is_counted_as_all_records_not_left_out(count, rate):
         assert probabilities[values >= least].sum() >= expected * (1 - 1e-9)
 
 
-def test_thousands_of_records_are_accounted_between_a_mean_step_and_all_records_in_every_step():
+def test_thousands_of_records_cost_between_a_mean_step_and_every_step():
     silo, group_size = DpSgd(noise_multiplier=5.0, sampling_rate=0.005, steps=1_000), 5_000
     # Steps that take exactly the mean number, 25; by Jensen's inequality the mixture leaks more.
     shift = group_size * silo.sampling_rate / silo.noise_multiplier * math.sqrt(silo.steps)

@@ -16,20 +16,20 @@ def test_the_most_exposed_unit_counts():
     assert seen.in_uploads == 2 + 4  # each of its uploads had 1/2 and 1/4 of the noise
 
 
-def test_a_sum_short_of_noise_weighs_more_and_a_sum_of_nobody_nothing():
+def test_a_sum_short_of_noise_weighs_more_and_an_empty_sum_nothing():
     seen = Participations()
     seen.record([0, 1, 2, 3], answered=1)
     seen.record([0, 1], answered=0)
     assert seen.in_sums == 4.0
 
 
-def test_a_refused_upload_was_seen_all_the_same():
+def test_a_refused_upload_counts_as_seen():
     seen = Participations()
     seen.record([0, 1, 2], answered=0)
     assert (seen.in_sums, seen.in_uploads) == (0.0, 3.0)
 
 
-def test_who_takes_part_in_every_round_counts_once_in_each_sum_and_for_each_upload():
+def test_constant_participation_counts_once_for_each_sum_and_each_upload():
     worst = worst_case(rounds=7, cohort_size=3)
     assert (worst.rounds, worst.in_sums, worst.in_uploads) == (7, 7.0, 21.0)
 
@@ -53,7 +53,7 @@ def test_units_that_are_not_the_uploaders_take_part_in_each_upload():
         seen.record([4], answered=4, requests=3)
 
 
-def test_where_it_is_not_known_who_is_who_everybody_counts_as_the_most_exposed():
+def test_clients_of_unknown_identity_all_count_as_the_most_exposed():
     """Each weight separately: the unit in most uploads need not be the one in the worst sum."""
     seen = Participations()
     # 0 and 2: one round, whose sum lacks two thirds of the noise.
@@ -74,7 +74,7 @@ def test_where_it_is_not_known_who_is_who_everybody_counts_as_the_most_exposed()
     assert (nobody.in_sums, nobody.in_uploads, sum(nobody.uploads.values())) == (0.0, 0.0, 0)
 
 
-def test_what_is_stored_goes_on_to_count_as_if_it_had_never_been():
+def test_stored_participations_continue_to_count_as_if_never_stored():
     seen = Participations()
     seen.record([0, 1], answered=1)
     seen.record([1, 2], answered=0, requests=5)

@@ -51,7 +51,7 @@ def test_no_rounding_takes_a_divergence_below_its_exact_value_or_far_above():
         assert (ratio < 1 + 1e-8).all(), (sigma, rate, ratio)
 
 
-def test_the_grid_of_fractional_orders_gives_what_the_sum_gives_at_integer_ones():
+def test_the_grid_of_fractional_orders_matches_the_sum_at_integer_orders():
     for sigma, rate, order in itertools.product(NOISES, RATES, (2, 3, 9, 64)):
         by_grid = _remainder_by_grid(sigma, rate, float(order))
         assert by_grid == pytest.approx(_remainder_by_sum(sigma, rate, order), abs=5e-10)
@@ -78,7 +78,7 @@ def test_divergences_never_fall_with_their_order_fractional_or_not():
         assert (np.diff(curve) >= -1e-9 * curve[1:]).all(), (sigma, rate)
 
 
-def test_where_no_grid_is_fine_enough_the_integer_orders_bound_the_fractional_ones():
+def test_without_a_fine_enough_grid_integer_orders_bound_fractional_orders():
     sigma, rate = 0.1, 0.1
     for order in (1.3, 2.5, 7.9):
         (bound,) = sampled_gaussian_renyi(sigma, rate, (order,))

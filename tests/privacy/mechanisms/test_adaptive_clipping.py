@@ -56,7 +56,7 @@ def difference(one, other):
 
 
 @pytest.mark.parametrize("bit_noise", [None, 0.8, 1.5, 100.0])
-def test_the_noise_of_update_and_count_is_together_one_gaussian_of_the_plans_multiplier(bit_noise):
+def test_noise_of_update_and_count_is_one_gaussian_of_the_plans_multiplier(bit_noise):
     mechanism = plan(AdaptiveClipping(initial=NORM, bit_noise=bit_noise)).mechanism()
     sigma_b = bit_noise or max(COHORT / 20, SIGMA)
     on_update = mechanism.noise_stddev / NORM
@@ -66,7 +66,7 @@ def test_the_noise_of_update_and_count_is_together_one_gaussian_of_the_plans_mul
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-def test_no_vector_is_longer_than_the_bound_and_no_two_are_further_apart_than_twice_it(dtype):
+def test_no_vector_exceeds_the_bound_and_no_distance_twice_the_bound(dtype):
     rng = np.random.default_rng(1)
     mechanism = plan(AdaptiveClipping(initial=NORM, bit_noise=0.76)).mechanism()
     bound, vectors = mechanism.clipping_norm, []
@@ -80,7 +80,7 @@ def test_no_vector_is_longer_than_the_bound_and_no_two_are_further_apart_than_tw
     assert 1.99 * bound < apart <= 2 * bound * (1 + 1e-15)
 
 
-def test_the_side_tells_whether_the_update_is_within_the_norm_and_nothing_of_a_zero_update():
+def test_the_side_shows_if_an_update_is_within_the_norm_unless_zero():
     rng = np.random.default_rng(2)
     sides = [float(with_side(update(NORM * f, rng), NORM, 2.0)[SIDE][0]) for f in (0.99, 1.01)]
     assert sides == [1.0, -1.0]
@@ -90,7 +90,7 @@ def test_the_side_tells_whether_the_update_is_within_the_norm_and_nothing_of_a_z
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-def test_zeroing_a_client_out_moves_the_sum_before_noise_by_at_most_the_bound(placement):
+def test_removing_a_client_moves_the_sum_by_at_most_the_bound(placement):
     """With bits of zero updates, as in the paper, the largest move would be √(C² + κ²)."""
     rng = np.random.default_rng(3)
     clipping = AdaptiveClipping(initial=NORM, bit_noise=0.8)
@@ -209,7 +209,7 @@ def test_fields_out_of_range_are_refused_by_name(changes):
         AdaptiveClipping(**changes)
 
 
-def test_counts_with_so_little_noise_that_nothing_is_left_for_updates_are_refused():
+def test_counts_that_leave_no_noise_for_updates_are_refused():
     with pytest.raises(
         InvalidValue, match="bit_noise=0.75 with noise_multiplier=1.5: expected more"
     ):
@@ -225,7 +225,7 @@ def test_methods_whose_silos_clip_no_single_user_are_refused():
         plan().mechanism(MethodTraits(name="silos", num_silos=2))
 
 
-def test_a_query_keeps_its_own_norm_and_the_model_must_leave_the_name_free():
+def test_a_query_keeps_its_norm_and_reserves_its_name():
     query = SecureScores(noise_multiplier=3.0)
     secure = {"noise_placement": PLACEMENTS[2], "sampling": FixedSizeSampling(80, COHORT)}
     mechanism = plan(**secure, queries=(query,)).mechanism()

@@ -137,7 +137,7 @@ def test_millions_of_numbers_are_inside_their_ball_in_exact_arithmetic(numbers, 
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-44, 1e-3, 1.0, 1e37])
-def test_an_update_moves_a_clipped_sum_by_no_more_than_the_bound_in_exact_arithmetic(scale):
+def test_an_update_moves_a_clipped_sum_within_the_bound_in_exact_arithmetic(scale):
     bound, like = 0.7, {"a": np.zeros((1_999, 1), np.float32), "b": np.zeros((3, 4), np.float32)}
     rng = np.random.default_rng(2)
     update = {n: (scale * rng.standard_normal(a.shape)).astype(a.dtype) for n, a in like.items()}
@@ -173,7 +173,7 @@ def test_measured_sensitivity_never_exceeds_the_reported_one(trials):
             assert moved > 1.99 * bound  # the pairs do reach the bound, so the test can fail
 
 
-def test_a_sum_of_nobody_is_zero_and_a_sum_reports_twice_the_bound_for_replacement():
+def test_an_empty_sum_is_zero_and_replacement_has_twice_the_bound():
     like = {"a": np.ones(3, np.float32)}
     empty = sum_clipped([], 0.7, like=like)
     assert empty.count == 0
@@ -192,7 +192,7 @@ def test_a_sum_leaves_its_updates_as_they_are(size):
 
 
 @pytest.mark.parametrize("kind", [np.asarray, torch.asarray], ids=["NumPy", "torch"])
-def test_sums_of_arrays_of_any_shape_and_order_are_those_of_the_single_updates(kind):
+def test_sums_of_arrays_of_any_layout_equal_those_of_single_updates(kind):
     rng = np.random.default_rng(2)
     shapes = {"turned": (3, 4), "single": (), "nothing": (0, 2), "image": (2, 3, 2)}
 
@@ -259,7 +259,7 @@ def test_rows_are_clipped_and_weighted_as_one_by_one(kind, scale):
 
 @pytest.mark.parametrize("kind", [np.asarray, torch.asarray], ids=["numpy", "torch"])
 @pytest.mark.parametrize("scale", [1e-250, 1e250])
-def test_rows_whose_squares_vanish_or_overflow_are_clipped_and_weighted_all_the_same(kind, scale):
+def test_rows_whose_squares_vanish_or_overflow_are_still_clipped_and_weighted(kind, scale):
     rows = {"a": kind(np.array([[3 * scale, 0.0], [0.3, 0.4], [0.0, 0.0]]))}
     rows["zero"] = kind(np.zeros((3, 2)))
     summed = sum_clipped_rows(rows, 0.5, [0.5, 1.0, 1.0])

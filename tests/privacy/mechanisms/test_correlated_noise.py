@@ -68,7 +68,7 @@ def test_updates_that_differ_move_it_less_than_equal_ones(matrix):
 
 
 @each_matrix
-def test_noise_that_begins_anew_reveals_no_more_than_noise_that_goes_on(matrix):
+def test_restarted_noise_reveals_no_more_than_continued_noise(matrix):
     """A lost state costs accuracy alone, if no round is repeated: coefficients only vanish."""
     limits = {"rounds_apart": 2, "participations": 5}
     planned = np.linalg.norm(matrix.row_moves(9, **limits))

@@ -75,7 +75,7 @@ def test_sixteen_bits_decide_what_128_would_and_nothing_else():
     assert 0.002 < np.mean(table.decided == _UNDECIDED) < 0.01
 
 
-def test_a_draw_from_a_table_is_the_number_of_entries_up_to_128_random_bits():
+def test_a_draw_from_a_table_counts_entries_up_to_128_random_bits():
     """At the edges of every entry, where 16 bits decide, 64 bits, or all of them."""
     table = _table(Fraction(16) ** 2)
     found = entries(table)
@@ -104,7 +104,7 @@ def test_both_tables_together_have_the_variance_that_was_asked_for_exactly(stdde
 
 
 @pytest.mark.parametrize("fine", [10, 1])
-def test_the_sum_of_both_tables_is_discrete_gaussian_up_to_the_bound_of_step_2(fine):
+def test_the_sum_of_both_tables_is_discrete_gaussian_within_step_2(fine):
     """By summing all its ways; with less smoothing the difference is one to be seen."""
     step, stddev = 4, 64
     with mpmath.workdps(120):
@@ -190,7 +190,7 @@ def convolved(shares, probabilities):
 
 @pytest.mark.parametrize("stddev", [1.0, 1.2])
 @pytest.mark.parametrize("shares", [2, 3])
-def test_a_sum_of_shares_is_discrete_gaussian_up_to_the_bound_of_steps_1_to_3(stddev, shares):
+def test_a_sum_of_shares_is_discrete_gaussian_within_steps_1_to_3(stddev, shares):
     """The standard deviations are so small that the bound is measurable."""
     reach = 14
     found = convolved(shares, pmf(stddev, reach))
@@ -206,7 +206,7 @@ def test_a_sum_of_shares_is_discrete_gaussian_up_to_the_bound_of_steps_1_to_3(st
     assert worst > bound / 1e4  # the difference that the bound bounds
 
 
-def test_a_discrete_gaussian_is_a_rounding_of_a_continuous_one_up_to_the_bound_of_step_4():
+def test_a_discrete_gaussian_rounds_a_continuous_one_within_step_4():
     """Smoothing is 0.6 in place of 4, so that the difference is measurable."""
     smoothed, stddev = 0.6, 2.0
     rest = math.sqrt(stddev**2 - smoothed**2)

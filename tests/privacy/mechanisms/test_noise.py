@@ -29,7 +29,7 @@ def has_stddev(sample: np.ndarray, stddev: float) -> bool:
 
 @pytest.mark.parametrize("noise", [SecureNoise(), SeededNoise(3, "test")])
 @pytest.mark.parametrize("stddev", [1e-6, 0.3, 1e4])
-def test_gaussian_noise_has_the_stddev_asked_for_and_the_check_would_see_two_percent(noise, stddev):
+def test_gaussian_noise_has_the_requested_stddev_to_within_two_percent(noise, stddev):
     update = {"a": np.zeros((1000, DRAWS // 2000)), "b": np.zeros(DRAWS // 2)}
     sample = np.concatenate([a.ravel() for a in noise.add_gaussian(update, stddev).values()])
     assert has_stddev(sample, stddev)
@@ -39,7 +39,7 @@ def test_gaussian_noise_has_the_stddev_asked_for_and_the_check_would_see_two_per
 
 @pytest.mark.parametrize("numbers", [1, 100, 10**6])
 @pytest.mark.parametrize("bound", [0.0, 0.5, 30.0])
-def test_the_largest_norm_of_what_is_noised_is_rarely_exceeded_and_not_far_off(bound, numbers):
+def test_the_largest_norm_of_noised_values_is_rarely_exceeded_and_near(bound, numbers):
     """The exact quantile is that of a non-central χ² distribution."""
     stddev = 0.1
     largest = largest_noised_norm(bound, stddev, numbers)
@@ -193,7 +193,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("zeros", KINDS, ids=["f64", "f32", "torch-f32", "torch-f64"])
-def test_noise_variance_fits_in_numpy_and_torch_and_two_percent_off_does_not(zeros):
+def test_noise_variance_fits_in_numpy_and_torch_unless_two_percent_off(zeros):
     noise = SeededNoise(1, "variance")
 
     def draw(stddev):
@@ -264,7 +264,7 @@ def has_moved(upload: np.ndarray) -> bool:
     return bool((near_zero == np.rint(near_zero)).all())
 
 
-def test_low_order_bits_of_an_upload_tell_two_worlds_apart_only_where_noise_is_on_no_grid():
+def test_low_order_bits_of_an_upload_separate_worlds_only_without_a_grid():
     """Worlds one clipping norm apart, noise multiplier 1: ideal noise allows Φ(1/2) = 69 %."""
     noise = SecureNoise()
     worlds = {False: np.zeros(NUMBERS), True: np.full(NUMBERS, 1 / math.sqrt(NUMBERS))}
@@ -286,7 +286,7 @@ def test_low_order_bits_of_an_upload_tell_two_worlds_apart_only_where_noise_is_o
 
 
 @pytest.mark.parametrize("bits", [1, 4, 8])
-def test_the_lowest_bits_of_multiples_of_the_grid_are_uniform_whatever_was_noised(bits):
+def test_the_lowest_bits_of_grid_multiples_are_uniform_for_any_value(bits):
     for value in (0.0, 0.01, 1 / 3, 1e5, -7.0e-8):
         upload = SecureNoise().add_gaussian({"a": np.full(200_000, value)}, 1.0)["a"]
         lowest = (upload / noise_grid(1.0)).astype(np.int64) % 2**bits
@@ -296,9 +296,7 @@ def test_the_lowest_bits_of_multiples_of_the_grid_are_uniform_whatever_was_noise
 
 @pytest.mark.parametrize("dtype", [*FLOATS], ids=str)
 @pytest.mark.parametrize("stddev", [1e-3, 0.3, 1.0])
-def test_whatever_is_released_is_a_whole_multiple_of_a_power_of_two_of_the_stddev_alone(
-    dtype, stddev
-):
+def test_every_release_is_a_multiple_of_a_power_of_two(dtype, stddev):
     values = np.random.default_rng(1).normal(size=40_000)
     noised = SecureNoise().add_gaussian({"a": array_of(values, dtype)}, stddev)["a"]
     grid = noise_grid(stddev)
@@ -319,7 +317,7 @@ def of_whole_numbers(released: np.ndarray, shift: float, stddev: float) -> float
 
 @pytest.mark.parametrize("source", [SecureNoise(), SeededNoise(2)], ids=["secure", "seeded"])
 @pytest.mark.parametrize("rest", [0.0, 0.37, -0.5])
-def test_what_is_released_is_the_rounded_sum_of_the_very_value_and_a_gaussian(source, rest):
+def test_a_release_is_the_rounded_sum_of_the_exact_value_and_gaussian(source, rest):
     """A value between two multiples is not rounded first, or its neighbours would move further."""
     grid, draws = 2.0**-7, 1_000_000
     value = np.full(draws, 5 * grid + rest * grid)
@@ -343,7 +341,7 @@ def test_shares_of_noise_on_one_grid_add_up_to_the_whole_noise():
 
 
 @pytest.mark.parametrize("steps", [1, -3, 2**20 + 1, 2**40])
-def test_moving_a_value_by_multiples_of_the_grid_moves_the_release_by_exactly_these(steps):
+def test_moving_a_value_by_grid_multiples_moves_the_release_by_exactly_these(steps):
     """As with integers, no bit of a huge value influences the rounding of its noise."""
     values = np.random.default_rng(0).normal(size=10_000)
     grid = noise_grid(1.0)
@@ -365,7 +363,7 @@ def test_a_grid_that_is_none_for_this_noise_is_refused(grid):
         SecureNoise().add_gaussian({"a": np.zeros(3)}, 1.0, grid=grid)
 
 
-def test_noise_too_small_for_a_grid_is_refused_by_name_and_the_smallest_is_exact():
+def test_noise_too_small_for_a_grid_is_refused_and_the_smallest_exact():
     with pytest.raises(ValueError, match="stddev=1e-307: expected a number above"):
         SecureNoise().add_gaussian({"a": np.zeros(3)}, 1e-307)
     noised = SecureNoise().add_gaussian({"a": np.zeros(1000)}, 1e-300)["a"]

@@ -74,7 +74,7 @@ def test_a_release_counts_noise_and_residue_in_the_units_of_its_sum():
     assert release.noise_multiplier == pytest.approx(2.0)
 
 
-def test_an_honest_upload_may_be_as_large_as_its_sum_of_units_and_its_share_of_the_noise():
+def test_an_honest_upload_may_be_its_sum_of_units_plus_noise_share():
     share = 0.4 / math.sqrt(10)
     assert noised_sum().client_noise_stddev(10) == pytest.approx(share)
     limit = protection_of(noised_sum()).largest_upload(7, norms=3.0)
@@ -132,7 +132,7 @@ def released_sum(mechanism, cells, *, answered, like):
     return mechanism.aggregate(summed, cohort_size=mechanism.cohort_size, noise=SecureNoise())
 
 
-def test_a_guarantee_names_the_clients_that_may_collude_and_a_server_that_must_not_equivocate():
+def test_a_guarantee_names_possible_colluders_and_a_server_that_does_not_equivocate():
     sampling = FixedSizeSampling(population=1_000, size=100)
     for resist in (True, False):
         sums = SecureSum(resist_equivocation=resist)
@@ -144,7 +144,7 @@ def test_a_guarantee_names_the_clients_that_may_collude_and_a_server_that_must_n
     assert "with probability at least" not in "; ".join(of_secure_sum(sums_of()))
 
 
-def test_the_noise_that_is_reported_is_in_random_cohorts_and_a_share_of_each_would_not_be():
+def test_the_reported_noise_is_in_random_cohorts_unlike_fixed_shares():
     """Of 1,000 clients 100 collude; in 42 % of cohorts of 100 they are more than ten."""
     sampling = FixedSizeSampling(population=1_000, size=100)
     drawn = sums_of(sampling=sampling, rounds=1_000)
@@ -181,7 +181,7 @@ def test_any_number_of_answers_is_worth_its_part_of_the_planned_noise(members):
     assert parameters.least_answers * share**2 == pytest.approx(cells**2, rel=1e-4)
 
 
-def test_the_server_adds_the_shares_of_those_who_did_not_answer():
+def test_the_server_adds_the_noise_shares_of_clients_that_dropped_out():
     own = sums_of()
     like = {"a": np.zeros(200_000, np.float64)}
     cells = {"a": np.zeros(200_000, np.int64)}
@@ -205,7 +205,7 @@ def test_whatever_a_plan_accepts_its_clients_and_its_server_can_add(stddevs, dro
     assert np.isfinite(found.value["a"]).all()
 
 
-def test_a_plan_whose_noise_or_losses_nobody_could_add_is_refused_before_it_runs():
+def test_a_plan_whose_noise_or_losses_cannot_be_added_is_refused():
     with pytest.raises(
         ValueError, match="lose 90 members, which leaves 10 answers: expected at least 25"
     ):
@@ -247,7 +247,7 @@ def test_silos_are_members_whatever_users_are_drawn():
 
 
 @pytest.mark.parametrize("users", [10, 1_000, 100_000])
-def test_the_ring_has_room_for_all_users_and_does_not_show_how_many_are_drawn(users):
+def test_the_ring_has_room_for_all_users_and_hides_how_many(users):
     own, everyone = (
         sums_of(sampling=sampling, silos=5)
         for sampling in (PoissonSampling(users, 0.01), FullParticipation(users))
@@ -271,7 +271,7 @@ def test_a_sum_in_cells_becomes_the_average_over_the_expected_cohort():
 
 @pytest.mark.parametrize("numbers", [1, 3, 10_000])
 @pytest.mark.parametrize("silos", [None, 5])
-def test_a_sum_of_the_largest_honest_answers_is_released_and_a_larger_one_is_not(numbers, silos):
+def test_a_sum_of_the_largest_honest_answers_is_released_but_none_larger(numbers, silos):
     """All units send C in one direction, and their noise lies there too, as far as it ever does."""
     own = sums_of(silos=silos)
     largest = own.sampling.population * own.clipping_norm

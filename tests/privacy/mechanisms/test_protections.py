@@ -78,7 +78,7 @@ def test_steps_that_are_noised_are_not_noised_again():
 
 
 @pytest.mark.parametrize("protection", NOTHING, ids=lambda one: type(one).__name__)
-def test_what_protects_elsewhere_leaves_the_upload_alone_and_has_no_noise_to_compare(protection):
+def test_a_protection_elsewhere_leaves_the_upload_and_has_no_comparable_noise(protection):
     upload = {"a": np.ones(3)}
     assert protection.released(upload, Silence()) is upload
     incomparable = isinstance(protection, ObjectivePerturbation)
@@ -89,7 +89,7 @@ OUTPUT = OutputPerturbation(clipping_norm=1.5, noise_stddev=0.2)
 OBJECTIVE = ObjectivePerturbation(rate=3.0)
 
 
-def test_a_model_outside_the_ball_leaves_as_its_projection_plus_noise_of_the_stddev_named():
+def test_a_model_outside_the_ball_leaves_as_its_projection_plus_noise():
     """One ball for all arrays together; the test would detect ±3 % of σ."""
     model = {"a": np.full(40_000, 3.0), "b": np.full((100, 100), -4.0), "c": np.array(7.0)}
     perturbation = OutputPerturbation(clipping_norm=2.0, noise_stddev=0.5)
@@ -184,7 +184,7 @@ def test_a_direction_needs_floating_point_parameters():
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, torch.float16, torch.bfloat16], ids=str)
-def test_a_model_of_any_precision_is_released_in_it_and_within_its_ball_before_the_noise(dtype):
+def test_a_model_is_released_in_its_precision_within_its_ball_before_noise(dtype):
     values = np.random.default_rng(3).normal(size=(4, 500))
     model = torch.tensor(values).to(dtype) if isinstance(dtype, torch.dtype) else dtype(values)
     assert l2_norm(noiseless({"w": model}, 0.7)) == pytest.approx(0.7, rel=1e-8)
@@ -194,7 +194,7 @@ def test_a_model_of_any_precision_is_released_in_it_and_within_its_ball_before_t
     assert released.shape == model.shape
 
 
-def test_a_model_that_its_own_precision_cannot_hold_with_its_noise_is_refused():
+def test_a_model_whose_precision_cannot_hold_it_with_noise_is_refused():
     with pytest.raises(NonFiniteUpdate, match="float16"):
         OutputPerturbation(clipping_norm=1.0, noise_stddev=1e6).released(
             {"w": np.zeros(1000, np.float16)}, SecureNoise()
@@ -222,13 +222,13 @@ UNITS = ClipAndNoise(of_units=True, clipping_norm=1.0, noise_stddev=0.5)
         (ClipAndNoise(of_units=True, clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-8), 1.0, None),
     ],
 )
-def test_a_sum_whose_bound_is_not_the_plans_gets_no_noise_and_is_refused(protection, bound, cell):
+def test_a_sum_whose_bound_is_not_the_plans_is_refused_unnoised(protection, bound, cell):
     total, silence = BoundedSum(value={"w": np.ones(2)}, bound=bound, count=2, cell=cell), Silence()
     with pytest.raises(ValueError, match="for each unit's part of the update: the plan expects"):
         protection.released_sum(total, silence)
     assert silence.asked == []
 
 
-def test_an_upload_that_must_be_a_sum_over_units_is_never_clipped_as_a_whole():
+def test_an_upload_that_must_sum_over_units_is_never_clipped_whole():
     with pytest.raises(ValueError, match="the method sets no bound for each unit's part"):
         UNITS.released({"w": np.ones(2)}, Silence())

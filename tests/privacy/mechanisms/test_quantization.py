@@ -27,7 +27,7 @@ def squared_norm(whole):
 
 
 @pytest.mark.parametrize("stddev", [1e-12, 0.3, 1.0, 1.5, 2.0, 7e9])
-def test_a_cell_is_a_power_of_two_and_a_65536th_of_the_noise_or_half_of_that(stddev):
+def test_a_cell_is_a_power_of_two_near_a_65536th_of_noise(stddev):
     cell = cell_of(stddev)
     assert math.frexp(cell)[0] == 0.5
     assert 2**16 <= stddev / cell < 2**17
@@ -44,7 +44,7 @@ def test_no_client_has_a_norm_above_the_clipping_norm_in_cells(norm, cells_in_no
 
 
 @pytest.mark.parametrize("clipping_norm", [0.3, 0.7, 1.0])
-def test_rounding_moves_a_number_by_half_a_cell_and_clipping_by_a_few_cells_of_norm(clipping_norm):
+def test_rounding_moves_numbers_by_half_a_cell_and_clipping_norms_by_few(clipping_norm):
     cell = cell_of(clipping_norm)
     update = update_of(0.2)
     moved = out_of_cells(in_cells(update, clipping_norm, cell).value, cell, update)
@@ -116,7 +116,7 @@ def test_no_row_has_a_norm_above_its_weight_times_the_clipping_norm(cells_in_nor
 
 
 @pytest.mark.parametrize("silos", [1, 3, 7, 10, 49])
-def test_parts_of_weights_that_add_up_to_one_move_the_sum_by_the_clipping_norm_at_most(silos):
+def test_weights_that_add_up_to_one_move_the_sum_within_the_norm(silos):
     """Where all parts point the same way, and weights are rounded upwards."""
     norm, cell = 0.7, 2.0**-20
     weights = [min(1.0, 1 / silos * (1 + 1e-13))] * silos
@@ -129,9 +129,7 @@ def test_parts_of_weights_that_add_up_to_one_move_the_sum_by_the_clipping_norm_a
 
 @pytest.mark.parametrize("library", [np.asarray, torch.tensor])
 @pytest.mark.parametrize("together", [2**18, 1_000, 1])
-def test_a_sum_is_that_of_its_rows_to_the_last_bit_whatever_lies_beside_them(
-    library, together, monkeypatch
-):
+def test_a_sum_equals_that_of_its_rows_bit_for_bit(library, together, monkeypatch):
     monkeypatch.setattr(quantization, "_TOGETHER", together)
     rng = np.random.default_rng(5)
     weights = rng.random(len(NORMS))
@@ -145,7 +143,7 @@ def test_a_sum_is_that_of_its_rows_to_the_last_bit_whatever_lies_beside_them(
             np.testing.assert_array_equal(array, sum(parts[k][name] for k in order))
 
 
-def test_rounding_moves_a_row_by_half_a_cell_and_clipping_by_a_few_cells_of_norm():
+def test_rounding_moves_rows_by_half_a_cell_and_clipping_norms_by_few():
     cell = cell_of(1.0)
     rows = {n: a.astype(np.float32) for n, a in rows_of([0.2, 5.0]).items()}
     weights = [0.25, 0.5]

@@ -44,7 +44,7 @@ def test_the_noise_of_a_sum_is_that_of_its_release(changes):
 
 
 @pytest.mark.parametrize("local_steps", [None, 3])
-def test_the_noise_of_models_and_steps_has_the_epsilon_of_a_record_level_plan(local_steps):
+def test_noise_of_models_and_steps_has_a_record_level_plans_epsilon(local_steps):
     plan = RecordLevelPlan(
         sampling=FullParticipation(4),
         clipping_norm=1.0,

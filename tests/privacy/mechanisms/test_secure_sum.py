@@ -57,7 +57,7 @@ def bounds(sums, members, population, rounds, num_neighbors, threshold):
     ("members", "population", "rounds"),
     [*SIZES[:2], *SAMPLED[:1], *(pytest.param(*x, marks=pytest.mark.full) for x in SIZES[2:3])],
 )
-def test_graphs_have_the_fewest_neighbours_with_which_no_bound_of_a_run_is_broken(
+def test_graphs_have_the_fewest_neighbours_that_break_no_bound_of_a_run(
     members, population, rounds, shares, resist
 ):
     sums = SecureSum(colluding=shares[0], dropouts=shares[1], resist_equivocation=resist)
@@ -87,7 +87,7 @@ def test_no_cohort_of_a_run_has_more_colluders_than_are_counted(share, members, 
     assert found.honest_answers == found.least_answers - found.colluders
 
 
-def test_of_few_clients_one_may_collude_and_all_of_them_count_where_all_take_part():
+def test_of_few_clients_one_may_collude_and_all_of_them_count():
     for population, expected in ((3, 1), (9, 1), (10, 1), (11, 2), (50, 5)):
         found = SecureSum(colluding=0.1, dropouts=0.0).for_cohort(population, rounds=100)
         assert found.colluders == expected
@@ -96,7 +96,7 @@ def test_of_few_clients_one_may_collude_and_all_of_them_count_where_all_take_par
 
 @pytest.mark.parametrize("members", [4, 5, 10, 11, 63, 64])
 @pytest.mark.parametrize(("colluding", "dropouts"), [(0, 0), (0.1, 0.1), (0.25, 0.2), (0, 0.3)])
-def test_in_a_complete_graph_colluders_get_no_secret_and_all_others_reach_the_threshold(
+def test_in_complete_graphs_only_the_honest_members_reach_the_threshold(
     members, colluding, dropouts
 ):
     for resist in (True, False):
@@ -126,7 +126,7 @@ def test_up_to_64_members_are_all_neighbours():
     ("members", "population", "colluding", "dropouts"),
     [(24, 1_000, 0.1, 0.1), (28, 5_000, 0.05, 0.2)],
 )
-def test_in_a_complete_graph_of_a_random_cohort_only_the_number_of_colluders_is_random(
+def test_in_complete_graphs_of_random_cohorts_only_the_colluders_are_random(
     members, population, colluding, dropouts
 ):
     """The bound of a random graph would count it once for each member, and refuse the cohort."""
@@ -204,7 +204,7 @@ def splits(rng, members, empty, num_neighbors, trials):
     return count / trials
 
 
-def test_a_circle_falls_apart_where_two_steps_are_longer_than_half_the_neighbours():
+def test_a_circle_splits_if_two_steps_exceed_half_the_neighbours():
     rng, members, num_neighbors = np.random.default_rng(1), 30, 4
     for _ in range(200):
         order = tuple(rng.permutation(members).tolist())
@@ -228,7 +228,7 @@ def test_a_circle_falls_apart_where_two_steps_are_longer_than_half_the_neighbour
         pytest.param(1_000, 0.1, marks=pytest.mark.full),
     ],
 )
-def test_random_circles_stay_whole_as_often_as_planned_and_one_gap_is_not_enough(
+def test_random_circles_stay_whole_as_often_as_planned_unlike_with_fewer_neighbours(
     likely, members, dropouts
 ):
     """A bound for a single member without neighbours is wrong by half the number of members."""
@@ -247,9 +247,7 @@ def test_random_circles_stay_whole_as_often_as_planned_and_one_gap_is_not_enough
 
 
 @pytest.mark.parametrize("resist", [True, False])
-def test_in_random_cohorts_colluders_get_the_shares_that_unmask_as_seldom_as_planned(
-    likely, resist
-):
+def test_in_random_cohorts_colluders_unmask_as_rarely_as_planned(likely, resist):
     likely(failed=2.0**-10)
     members, population, trials = 100, 1_000, 10_000
     sums = SecureSum(colluding=0.1, dropouts=0.1, resist_equivocation=resist)
@@ -350,9 +348,7 @@ SIGNED = [(12, 1 / 12, 2 / 12), (20, 0.1, 0.1), (9, 0.0, 1 / 9), (30, 0.1, 0.1),
 
 
 @pytest.mark.parametrize(("members", "colluding", "dropouts"), SIGNED)
-def test_no_lie_about_losses_shows_a_sum_of_fewer_honest_members_than_are_counted(
-    members, colluding, dropouts
-):
+def test_no_lie_about_losses_shows_a_sum_of_too_few_honest_members(members, colluding, dropouts):
     sums = SecureSum(colluding=colluding, dropouts=dropouts, signed=True)
     parameters = sums.for_cohort(members)
     most, count = members - parameters.least_answers, parameters.colluders

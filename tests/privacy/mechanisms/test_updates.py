@@ -44,7 +44,7 @@ def test_norms_are_right_where_squares_vanish_or_overflow(scale):
     assert clipped == pytest.approx(min(5 * scale, 1.0), rel=1e-6, abs=0)
 
 
-def test_numbers_too_large_for_a_precision_are_refused_and_others_are_rounded_to_it():
+def test_numbers_too_large_for_a_precision_are_refused_and_others_rounded():
     like = {"a": np.zeros(2, np.float16)}
     rounded = in_precision_of(like, {"a": np.array([1.0001, -6e4])})
     assert rounded["a"].dtype == np.float16

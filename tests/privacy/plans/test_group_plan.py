@@ -7,7 +7,7 @@ from tests.support.run_summary import run_summary
 DELTA = 1e-5
 
 
-def test_a_group_plan_promises_what_all_its_silos_do_in_all_its_rounds():
+def test_a_group_plan_covers_all_its_silos_in_all_rounds():
     one_round = DpSgd(noise_multiplier=5.0, sampling_rate=0.05, steps=20)
     made = GroupPlan(sampling=FullParticipation(3), one_round=one_round, delta=DELTA)
     told = {"group_size": 4, "not_covered": ["scores"], "secure_noise": False}

@@ -76,7 +76,7 @@ def test_a_plan_cannot_be_changed_after_it_was_made():
     ("perturbation", "words"),
     [(OUTPUT, ("clipping norm 2", "noise stddev 0.5")), (OBJECTIVE, ("objective", "rate 4"))],
 )
-def test_a_plan_describes_who_is_asked_and_what_protects_them(perturbation, words):
+def test_a_plan_describes_the_clients_asked_and_their_protection(perturbation, words):
     described = plan(perturbation=perturbation).describe()
     for word in ("3 from 10", *words):
         assert word in described
@@ -96,7 +96,7 @@ def test_spent_is_the_mean_and_the_largest_over_clients():
     assert len({round(value, 9) for value in spent.values()}) == 4
 
 
-def test_the_guarantees_are_those_of_the_plan_and_agree_with_what_it_spent():
+def test_guarantees_match_the_plan_and_agree_with_its_spend():
     for perturbation in (OUTPUT, OBJECTIVE):
         the_plan = plan(perturbation=perturbation)
         run = a_run(secure_noise=False, not_covered=["scores"])
@@ -125,7 +125,7 @@ def test_nothing_is_spent_before_anybody_was_asked():
         assert set(spent.values()) == {0.0}
 
 
-def test_what_arrives_is_averaged_as_it_is_by_those_who_answered():
+def test_uploads_are_averaged_unchanged_over_the_clients_that_answered():
     """No noise, clipping or expected size, because each upload is protected already."""
     uploads = [{"a": np.array([1e3, 0.0]), "b": np.array(3.0)}, {"a": np.ones(2), "b": np.array(1)}]
     like = {"a": np.zeros(2), "b": np.zeros(())}

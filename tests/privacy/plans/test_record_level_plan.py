@@ -47,7 +47,7 @@ def epsilons(the_plan, rounds=80):
     return {guarantee.basis: guarantee.epsilon for guarantee in found}
 
 
-def test_the_published_target_is_met_as_published_and_its_worst_case_is_beside_it():
+def test_the_published_target_is_met_with_its_worst_case_beside_it():
     found = RecordLevelPlan.for_target(**TARGET, basis="published")
     assert found.noise_stddev == pytest.approx(0.00809, rel=1e-3)
     assert epsilons(found)["published"] == pytest.approx(10.0)
@@ -87,13 +87,13 @@ def test_clipped_steps_assume_that_each_gradient_is_of_one_record(steps):
 
 
 @pytest.mark.parametrize("steps", [None, ONE_STEP, STEPS])
-def test_the_published_number_says_what_a_record_does_to_an_upload_of_this_plan(steps):
+def test_the_published_number_states_a_records_effect_on_an_upload(steps):
     published, _ = plan(steps=steps).guarantees(run_summary(rounds=30))
     holds = 40.0 if steps is None else min(40.0, steps.upload_sensitivity)
     assert any(f"what holds is {holds:.4g})" in c.text for c in published.conditions)
 
 
-def test_the_same_published_epsilon_asks_for_the_same_noise_of_an_upload_with_steps_as_without():
+def test_a_published_epsilon_needs_equal_upload_noise_with_and_without_steps():
     model = RecordLevelPlan.for_target(**TARGET, basis="published")
     steps = RecordLevelPlan.for_target(**TARGET, basis="published", steps=STEPS)
     assert steps.noise_stddev == pytest.approx(model.noise_stddev / math.sqrt(7))

@@ -81,7 +81,7 @@ def test_an_empty_poisson_cohort_releases_pure_noise():
     assert released_stddev(released, mechanism_of()) == pytest.approx(0.75, rel=0.01)
 
 
-def test_the_sum_is_divided_by_a_public_constant_not_by_who_answered():
+def test_the_sum_is_divided_by_a_public_constant():
     mechanism = mechanism_of(
         FixedSizeSampling(50, 10), noise_placement="server", noise_multiplier=1e-9
     )
@@ -274,7 +274,7 @@ def test_independent_noise_in_turns_is_a_composition_of_the_participations():
     assert loss.epsilon == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_guarantee_names_who_sees_the_cohorts_too():
+def test_the_guarantee_names_the_adversary_that_sees_cohorts_too():
     participations = Participations()
     for _ in range(12):
         participations.record([0, 1], 2)

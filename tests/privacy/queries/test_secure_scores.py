@@ -66,12 +66,12 @@ def test_no_score_whatever_it_is_makes_a_vector_longer_than_its_bound(accuracy, 
     assert np.abs(found[1:]).max() <= 0.5
 
 
-def test_a_client_that_has_no_scores_adds_nothing_and_a_missing_score_is_the_middle():
+def test_a_client_without_scores_adds_nothing_and_a_missing_score_counts_half():
     np.testing.assert_array_equal(vector(), np.zeros(3))
     np.testing.assert_array_equal(vector(accuracy=0.75), [1.0, 0.25, 0.0])
 
 
-def test_a_client_computes_its_training_loss_only_if_it_is_among_the_scores():
+def test_a_client_computes_its_training_loss_only_for_such_a_score():
     for name, expected in (("loss", False), ("training_loss", True)):
         client = Scored(**{name: 1.0})
         bounds = ((name, 0.0, 4.0),)

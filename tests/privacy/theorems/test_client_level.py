@@ -106,9 +106,7 @@ def test_seeded_cohorts_are_named_as_simulation_where_their_secrecy_counts():
         (FullParticipation(100), True, False),
     ],
 )
-def test_memory_is_assumed_not_to_tell_who_was_drawn_where_a_fixed_number_is(
-    sampling, memory, assumed
-):
+def test_fixed_cohort_sizes_assume_that_memory_does_not_reveal_the_draw(sampling, memory, assumed):
     seen = worst_case(60, 10)
     for view, guarantee in by_view(mechanism(sampling), seen, memory=memory).items():
         found = any("does not reveal who was drawn" in text for text in guarantee.assumptions)
@@ -179,7 +177,7 @@ MODELS, SUMS, UPLOADS = (
         (FullParticipation(100), set()),
     ],
 )
-def test_each_promise_names_what_it_rests_on_and_nothing_else_and_what_it_leaves_out(
+def test_each_promise_names_exactly_its_assumptions_and_what_it_omits(
     placement, rests_on, sampling, secret
 ):
     seen = worst_case(60, 10)

@@ -64,7 +64,7 @@ def test_neighbours_stay_within_the_sensitivity_of_one_step_and_of_several():
             assert worst > 0.99 * s.upload_sensitivity
 
 
-def test_k_full_noised_steps_leave_k_times_the_noise_of_one_in_the_upload():
+def test_k_full_noised_steps_leave_k_times_one_steps_noise():
     target = {"epsilon": 3.0, "delta": 1e-3, "rounds": 10}
     stddevs = []
     for s in (steps(), steps(local_steps=9)):

@@ -61,7 +61,7 @@ def test_each_condition_of_theorem_2_is_seen_to_hold_and_to_fail():
     assert not holds("α ≤", noise_multiplier=3.0, **mild)
 
 
-def test_the_order_of_theorem_2_is_held_against_the_bound_of_its_lemma():
+def test_the_order_of_theorem_2_is_compared_with_its_lemmas_bound():
     """Compare α = 1 + 2 ln(1/δ)/ε with the lemma's bound 1 + (2/3) σ² ln(1/(r α (1 + σ²)))."""
     found = set()
     for sigma in (0.8, 1.5, 3.0, 6.0, 20.0):
@@ -76,7 +76,7 @@ def test_the_order_of_theorem_2_is_held_against_the_bound_of_its_lemma():
     assert found == {True, False}
 
 
-def test_the_published_claim_says_that_it_does_not_fit_its_own_setting():
+def test_the_published_claim_says_that_it_does_not_fit_its_setting():
     claim = theorem2_of_plan(plan(), run_summary(rounds=60))[0]
     assert claim.basis == "published"
     assert not claim.conditions_hold

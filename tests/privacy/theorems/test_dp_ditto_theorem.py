@@ -44,7 +44,7 @@ def test_the_published_noise_is_equation_8_and_its_epsilon_the_inverse():
     assert published.epsilon == pytest.approx(10.0, rel=1e-12)
 
 
-def test_sigma_z_of_equation_8_is_the_published_noise_of_all_clients_together():
+def test_sigma_z_of_equation_8_is_the_published_noise_of_all_clients():
     stddev = dp_ditto_noise_stddev(**TARGET, **FEDERATION)
     sigma_z = (2 * 20.0 / 3000) * math.sqrt(2 * 80 * math.log(100)) / 10.0
     assert math.sqrt(20) * stddev == pytest.approx(sigma_z, rel=1e-12)
@@ -59,7 +59,7 @@ def test_the_variance_of_both_calibrations_grows_linearly_with_the_rounds():
     assert provable[1] == pytest.approx(3 * provable[0], rel=1e-12)
 
 
-def test_a_clipped_model_can_move_by_2C_where_the_paper_has_2C_over_D():
+def test_a_clipped_model_can_move_by_2C_not_2C_over_D():
     # Least squares on two neighbours: one record reverses the slope, and clipping keeps both ends.
     C, far = 1.0, 1e6
     base = [(0.1, 0.1), (0.1, -0.1)]
@@ -96,7 +96,7 @@ def test_one_client_with_one_record_meets_both_of_the_first_conditions():
     assert [c.holds for c in published.conditions] == [True, True, True]
 
 
-def test_even_with_its_own_sensitivity_the_closed_form_misses_a_term_at_a_large_epsilon():
+def test_even_with_its_sensitivity_the_closed_form_fails_at_large_epsilon():
     def covered(epsilon):
         facts = {"num_clients": 1, "num_examples": 1, "clipping_norm": 20.0}
         stddev = dp_ditto_noise_stddev(epsilon=epsilon, delta=0.01, rounds=1, **facts)
@@ -117,7 +117,7 @@ def test_clipped_gradients_bring_the_provable_number_down_from_2C():
     assert "80 rounds of 3 noised steps" in several.source
 
 
-def test_one_noised_step_is_the_same_as_one_noised_upload_of_its_sensitivity():
+def test_one_noised_step_equals_one_noised_upload_of_its_sensitivity():
     s = steps()
     upload = gaussian_loss(0.01 / s.upload_sensitivity, releases=80, delta=0.01)
     assert guarantees(steps=s)[1].epsilon == pytest.approx(upload.epsilon, rel=1e-12)

@@ -40,7 +40,7 @@ def test_an_infinite_proximal_weight_is_refused():
         LocalObjective(proximal_weight=math.inf)
 
 
-def test_what_the_proof_takes_for_granted_of_the_solver_is_a_condition_of_its_own():
+def test_what_the_proof_assumes_of_the_solver_is_a_separate_condition():
     def unmet(**facts):
         conditions = replace(KNOWN, **facts).solution_conditions()
         return [condition.text for condition in conditions if not condition.holds]

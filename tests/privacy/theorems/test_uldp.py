@@ -85,7 +85,7 @@ def all_guarantees():
             )
 
 
-def test_the_closed_form_is_the_formula_of_theorem_5_at_its_best_order():
+def test_the_closed_form_is_the_formula_of_theorem_5_optimised():
     def at(alpha):
         return (
             100 * alpha / (2 * 25)
@@ -109,7 +109,7 @@ def farthest(clipping_norm, models):
     return max(np.linalg.norm(a - b) for a in clipped for b in clipped)
 
 
-def test_a_user_moves_a_clipped_silo_update_by_2c_so_naive_has_half_the_noise_multiplier():
+def test_a_user_moves_a_silo_update_by_2c_which_halves_naives_noise():
     assert farthest(1.0, [np.array([5.0]), np.array([-3.0])]) == pytest.approx(2.0)
     published, provable = by_basis(naive_guarantees(rounds=10))
     assert provable.epsilon == gaussian_loss(2.5, releases=10, delta=DELTA).epsilon
@@ -123,7 +123,7 @@ def test_a_user_moves_a_clipped_silo_update_by_2c_so_naive_has_half_the_noise_mu
     assert provable.view is AdversaryView.EACH_UPLOAD
 
 
-def test_sampling_users_helps_only_against_those_who_do_not_see_the_sample():
+def test_sampling_users_helps_only_against_adversaries_that_miss_the_sample():
     full = provable_by_view(averaging_guarantees(plan(), num_silos=5, rounds=100))
     sampled = provable_by_view(
         averaging_guarantees(plan(PoissonSampling(100, 0.1)), num_silos=5, rounds=100)
@@ -138,7 +138,7 @@ def test_sampling_users_helps_only_against_those_who_do_not_see_the_sample():
     assert provable_by_view(seldom)[models] == sampled[models]
 
 
-def test_with_equal_weights_seeing_every_upload_is_no_more_than_seeing_their_sum():
+def test_with_equal_weights_seeing_uploads_reveals_no_more_than_sums():
     sums, uploads = AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD
     equal = provable_by_view(averaging_guarantees(plan(), num_silos=5, rounds=10))
     assert equal[uploads] == equal[sums]
@@ -150,7 +150,7 @@ def test_with_equal_weights_seeing_every_upload_is_no_more_than_seeing_their_sum
     assert weighted[uploads] == pytest.approx(expected)
 
 
-def test_every_guarantee_is_of_the_user_names_all_it_needs_and_survives_json():
+def test_each_guarantee_names_the_user_and_its_needs_and_survives_json():
     for guarantee in all_guarantees():
         assert guarantee.unit is PrivacyUnit.USER
         text = guarantee.statement()
@@ -243,7 +243,7 @@ def test_what_a_method_leaves_out_is_said_of_all_that_is_provable():
 @pytest.mark.parametrize("hidden", ["", TRANSFER])
 @pytest.mark.parametrize("weighting", ["equal", "by-records"])
 @pytest.mark.parametrize("sampling", [FullParticipation(100), PoissonSampling(100, 0.3)])
-def test_a_user_who_moves_a_sum_further_is_promised_as_much_less(sampling, weighting, hidden):
+def test_a_user_that_moves_a_sum_further_gets_a_weaker_promise(sampling, weighting, hidden):
     """Only the provable guarantee changes; the published one knows one clipping norm only."""
     run = {"num_silos": 5, "rounds": 9, "weighting": weighting, "hidden_draw": hidden}
     far = averaging_guarantees(plan(sampling, noise_multiplier=10.0), sensitivity=2.0, **run)
@@ -271,7 +271,7 @@ def test_the_upload_of_a_single_silo_is_the_sum_whatever_its_weights():
 
 
 @pytest.mark.parametrize("sampling", [FullParticipation(100), PoissonSampling(100, 0.3)])
-def test_a_person_with_two_numbers_reads_the_epsilon_of_a_group_of_two(sampling):
+def test_a_person_with_two_numbers_has_a_group_of_twos_epsilon(sampling):
     (released,) = (
         guarantee
         for guarantee in averaging_guarantees(plan(sampling), rounds=100)
@@ -287,9 +287,7 @@ def test_a_person_with_two_numbers_reads_the_epsilon_of_a_group_of_two(sampling)
 
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("weighting", ["equal", "by-records"])
-def test_a_server_that_lies_to_silos_that_draw_sees_the_noise_of_honest_answers_alone(
-    weighting, signed
-):
+def test_a_lying_server_sees_only_the_noise_of_honest_answers(weighting, signed):
     sums = SecureSum(colluding=0.0, dropouts=0.2, signed=signed)
     sampling = PoissonSampling(100, 0.3)
     mechanism = mechanism_of(plan(sampling, noise_placement=sums), silos=10)

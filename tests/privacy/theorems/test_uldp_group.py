@@ -43,7 +43,7 @@ def test_the_published_epsilon_is_that_of_figure_2(group_size, printed):
     assert valid.holds == (group_size < 16)
 
 
-def test_the_published_epsilon_of_a_small_loss_is_at_the_authors_largest_orders():
+def test_the_published_epsilon_of_small_losses_uses_the_largest_orders():
     small = DpSgd(noise_multiplier=20.0, sampling_rate=0.01, steps=1_000)
     assert published(small, 2).epsilon == pytest.approx(0.1492, abs=5e-5)
 
@@ -86,7 +86,7 @@ def test_lemma_8_is_what_a_search_for_the_records_delta_finds():
     assert conversion(SMALL, group_size) == pytest.approx(group_size * of_one_record(low), rel=1e-6)
 
 
-def test_the_lemmas_without_sampling_are_those_of_gaussians_and_the_limit_of_sampling():
+def test_lemmas_without_sampling_are_gaussian_and_the_limit_of_sampling():
     everyone = DpSgd(noise_multiplier=4.0, sampling_rate=1.0, steps=7)
     nearly = DpSgd(noise_multiplier=4.0, sampling_rate=1 - 1e-9, steps=7)
     orders = [2, 3, 10, 60]
@@ -125,6 +125,6 @@ def test_group_says_what_its_published_number_covers_and_proves_the_exact_group(
     assert any("which records are kept" in text for text in provable.not_covered)
 
 
-def test_group_of_a_small_power_of_two_meets_all_but_the_privacy_of_the_choice():
+def test_groups_of_small_powers_of_two_lack_only_private_choice():
     published, _ = by_basis(uldp_group_guarantees(SILO, group_size=4, delta=DELTA))
     assert [condition.holds for condition in published.conditions] == [True, True, False]

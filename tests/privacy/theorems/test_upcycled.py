@@ -149,7 +149,7 @@ def test_epsilon_of_theorem_6_2_is_the_formula_of_the_paper(perturbation, size, 
 
 @pytest.mark.parametrize(("perturbation", "size", "rounds"), OUTPUTS)
 @pytest.mark.parametrize("factor", [1.001, 1.5, 4.0])
-def test_delta_of_theorem_6_2_is_the_formula_of_the_paper_and_undoes_epsilon(
+def test_delta_of_theorem_6_2_is_the_papers_formula_and_inverts_epsilon(
     perturbation, size, rounds, factor
 ):
     tau, sigma = perturbation.clipping_norm, perturbation.noise_stddev
@@ -170,7 +170,7 @@ SIZES_OF_SYN_IID = (
 
 
 @pytest.mark.parametrize(("tau", "printed"), [(2.0, ("0.773", "0.683")), (4.0, ("1.59", "1.40"))])
-def test_two_pairs_of_mean_epsilons_in_the_paper_are_those_of_two_clipping_norms(tau, printed):
+def test_two_pairs_of_published_mean_epsilons_have_two_clipping_norms(tau, printed):
     def mean(stddev, rounds):
         output = OutputPerturbation(clipping_norm=tau, noise_stddev=stddev)
         known = {"participations": rounds, "delta": 1e-5}
@@ -183,7 +183,7 @@ def test_two_pairs_of_mean_epsilons_in_the_paper_are_those_of_two_clipping_norms
     assert f"| {tau:g} | {plain:.3f} | {upcycled:.3f} | {', '.join(printed)} |" in page
 
 
-def test_who_never_took_part_spends_nothing_by_theorem_6_2():
+def test_by_theorem_6_2_absent_clients_spend_nothing():
     facts = {"num_examples": 10, "participations": 0}
     assert upcycled_theorem_6_2(OUTPUT, delta=1e-3, **facts) == 0.0
 
@@ -220,7 +220,7 @@ def majority(positive: int, negative: int):
     return np.ones((len(labels), 1)), labels
 
 
-def test_one_record_moves_a_clipped_model_by_two_tau_not_by_tau_over_the_size_of_the_data():
+def test_one_record_moves_a_clipped_model_by_two_tau_undivided():
     """51 against 50 votes, or 50 against 51: the model moves to opposite ends of the ball.
 
     One logistic weight, exact minimisers, |D| = 101: every condition of Theorem 6.2 holds, but its
@@ -254,7 +254,7 @@ def test_one_record_moves_a_clipped_model_by_two_tau_not_by_tau_over_the_size_of
     assert delta_of_gaussians(moved, stddev, 1, provable) <= delta * (1 + 1e-6)
 
 
-def test_the_stability_of_a_minimiser_is_reached_so_it_could_not_be_less():
+def test_the_stability_bound_of_a_minimiser_is_reached():
     """A loss of slope ±1 far from its label: one label moves the minimiser by 2u₁/(|D|μ)."""
     size, mu = 8, 0.5
     x, far = np.ones((size, 1)), 1e4
@@ -337,7 +337,7 @@ def test_neighbouring_minimisers_are_as_close_as_promised_clipped_or_not(seed):
         {"distance_to_minimiser": math.inf},
     ],
 )
-def test_without_one_fact_nothing_but_the_diameter_of_the_ball_bounds_a_record(unknown):
+def test_without_one_fact_only_the_balls_diameter_bounds_a_record(unknown):
     assert sensitivity(OUTPUT, KNOWN, 100) < 2 * 1.5
     assert replace(KNOWN, **unknown).stability(100) == math.inf
     assert sensitivity(OUTPUT, replace(KNOWN, **unknown), 100) == 2 * 1.5
@@ -411,7 +411,7 @@ PLANE = np.array(list(itertools.product(np.linspace(-12, 12, 21), repeat=2)))
         (PseudoHuber, 1.0, problems_in_two_dimensions, PLANE, 0.1, 0.5, 0.25),
     ],
 )
-def test_densities_of_the_released_minimiser_differ_by_no_more_than_theorem_6_3_allows(
+def test_densities_of_released_minimisers_differ_at_most_as_theorem_6_3_allows(
     loss, label, problems, points, rate, mu, tight
 ):
     """The test is exact, by the bijection of noise and minimiser; ``tight`` of ε is reached."""
@@ -651,7 +651,7 @@ def test_objective_perturbation_of_an_inexact_solver_proves_nothing(unmet, said)
 
 
 @pytest.mark.parametrize("perturbation", [OUTPUT, OBJECTIVE])
-def test_one_client_too_small_or_of_unknown_size_is_not_hidden_by_the_others(perturbation):
+def test_a_small_client_or_one_of_unknown_size_is_shown(perturbation):
     for sizes in ({**SIZES, 0: 4}, {1: 400, 2: 120}):  # 2u₂/μ = 5
         by_client = epsilons(
             perturbation, KNOWN, num_examples=sizes, participations=UPLOADS, delta=1e-3
@@ -676,7 +676,7 @@ def test_one_client_too_small_or_of_unknown_size_is_not_hidden_by_the_others(per
             assert math.isinf(published.epsilon) == (0 not in sizes)
 
 
-def test_each_client_is_accounted_by_its_own_uploads_and_size():
+def test_each_client_is_accounted_by_its_uploads_and_size():
     every = epsilons(OUTPUT, KNOWN, num_examples=SIZES, participations=UPLOADS, delta=1e-3)
     for client in UPLOADS:
         alone = epsilons(
@@ -733,7 +733,7 @@ def test_every_guarantee_names_all_that_it_needs_and_survives_json(perturbation,
 
 @pytest.mark.parametrize("norm", [0.5, 1.0, 7.0, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_rounding_to_a_models_own_precision_is_within_the_sensitivity(norm, dtype):
+def test_rounding_to_a_models_precision_is_within_the_sensitivity(norm, dtype):
     """One of 10⁹ records hardly moves the minimiser; rounding moves the value that is noised."""
     if norm == 1e6 and dtype is torch.float16:
         return  # such a model is infinite
@@ -765,7 +765,7 @@ def test_an_unfit_delta_is_refused_by_name(perturbation, delta):
 # Corners ----------------------------------------------------------------------------------------
 
 
-def test_where_theorem_6_3_does_not_apply_the_guarantee_says_so_instead_of_raising():
+def test_outside_theorem_6_3_the_guarantee_says_so_without_raising():
     """As for an unknown u₂, ε is infinite, as `epsilons` documents."""
     objective = replace(KNOWN, generalised_linear=False)
     run = {"num_examples": {0: 50}, "participations": {0: 1}, "delta": 0.1}

@@ -76,7 +76,7 @@ def test_mutated_bytes_of_every_message_are_refused_or_are_another_message(kind)
     assert 500 < refused < 1_500
 
 
-def test_a_message_claims_no_memory_beyond_its_own_bytes():
+def test_a_message_claims_only_as_much_memory_as_its_bytes():
     context = round_context(length=2**40)
     data = b"M" + context.digest + bytes(8) + b"\xff" * 100
     with pytest.raises(InvalidValue, match="cut off"):

@@ -47,9 +47,7 @@ def wrong_shares(one, unmask_requests, liars):
         [((), (0,)), ((19,), (18,)), ((), (3, 5)), ((19,), range(8))].__contains__,
     ),
 )
-def test_wrong_shares_do_not_spoil_a_sum_of_enough_right_ones_and_their_senders_are_named(
-    liars, lost
-):
+def test_wrong_shares_do_not_spoil_a_sum_and_name_their_senders(liars, lost):
     one = Round(round_context(20, 19, 10, 12))
     wrong_shares(one, one.mask(one.share(one.advertise()), lost=lost), liars)
     assert (one.server.total() == one.plain_sum()).all()
@@ -90,7 +88,7 @@ def test_shares_of_no_secret_discard_the_round_and_their_owner_is_named(lost, mo
 
 @pytest.mark.parametrize(("spared", "is_enough"), [(3, True), (2, False)])
 @pytest.mark.parametrize("lost", [(), (5,)], ids=["seeds", "and a mask key"])
-def test_an_owner_that_publishes_wrong_hashes_can_lose_the_round_and_never_spoils_its_sum(
+def test_an_owner_with_wrong_hashes_can_lose_but_not_spoil_the_round(
     spared, is_enough, lost, monkeypatch
 ):
     hashed = member.share_hash
@@ -132,7 +130,7 @@ def test_a_key_that_another_member_has_is_refused():
 
 @pytest.mark.parametrize("value", LOW_ORDER)
 @pytest.mark.parametrize("at", [0, 32])
-def test_a_key_of_low_order_or_with_a_second_name_is_refused_at_the_advert(value, at):
+def test_a_key_of_low_order_or_with_a_second_encoding_is_refused(value, at):
     one = Round(round_context())
     advert = one.members[0].advertise()
     keys = advert.keys[:at] + value + advert.keys[at + 32 :]

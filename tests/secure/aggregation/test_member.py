@@ -65,7 +65,7 @@ def test_a_member_masks_one_input_a_round():
         stored(one.members[0]).mask(deliveries[0], one.vectors[1])
 
 
-def test_an_altered_own_key_is_refused():
+def test_a_member_refuses_its_key_if_altered():
     one = Round(round_context())
     keys = one.advertise()[0]
     with pytest.raises(ProtocolError, match="keys that this member sent"):

@@ -73,7 +73,7 @@ def test_too_few_shares_discard_the_round():
         one.run([(), (), (), (0, 1, 2)])
 
 
-def test_the_package_needs_neither_the_extra_nor_flower_nor_torch():
+def test_the_package_works_without_the_extra_without_flower_and_without_torch():
     code = (
         "import sys; sys.modules['phe'] = sys.modules['gmpy2'] = None\n"
         "import flower_ext.secure.aggregation; print({'torch', 'flwr'} & set(sys.modules))"

@@ -200,9 +200,7 @@ class Equivocating:
     [(0.05, 0), pytest.param(0.1, 2, marks=pytest.mark.full)],
     ids=["the server", "with two of 22"],
 )
-def test_a_server_that_calls_a_member_answered_and_lost_gets_one_of_its_secrets_alone(
-    colluding, num_neighbors
-):
+def test_calling_a_member_answered_and_lost_reveals_only_one_secret(colluding, num_neighbors):
     """Planted: the smaller thresholds that suffice for a server that tells all the same."""
     for resist in (True, False):
         sums = SecureSum(colluding=colluding, dropouts=0.1, resist_equivocation=resist)
@@ -218,7 +216,7 @@ def test_a_server_that_calls_a_member_answered_and_lost_gets_one_of_its_secrets_
         assert server.opens({0}) is not resist
 
 
-def test_a_server_that_calls_all_neighbours_lost_to_each_other_is_stopped_by_no_threshold():
+def test_no_threshold_stops_a_server_that_declares_all_neighbours_lost():
     """The documentation names this limit: nobody's two secrets are revealed."""
     parameters = SecureSum(colluding=0.0, dropouts=0.1).for_cohort(300)
     server = Equivocating(parameters)

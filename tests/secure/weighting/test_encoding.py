@@ -68,7 +68,7 @@ def test_a_range_that_64_bits_do_not_hold_is_refused():
 
 
 @pytest.mark.parametrize(("bound", "largest"), [(2.4, 2), (2.6, 3), (1.0, 1), (0.6, 1), (0.1, 1)])
-def test_the_largest_number_of_steps_is_that_of_the_bound_and_at_least_one(bound, largest):
+def test_the_largest_number_of_steps_follows_the_bound_at_least_one(bound, largest):
     encoding = FixedPoint(step=1.0, bound=bound)
     assert encoding.largest == largest
     assert largest == max(1, *abs(encoding.encode([bound, -bound])))

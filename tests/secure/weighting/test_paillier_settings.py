@@ -33,7 +33,7 @@ def test_unfit_fields_are_refused_by_name(changes, match):
         weighting_settings(**changes)
 
 
-def test_options_and_settings_share_their_fields_and_the_wire_holds_each_beside_the_others():
+def test_options_and_settings_share_fields_that_the_wire_carries_one_by_one():
     options = {**vars(PrivateWeighting(max_records_per_user=60))}
     del options["common_multiple"]  # computed, not sent
     run = {"run", "users", "silos", "coordinates", "winning_choices", "update_bound", "noise_bound"}

@@ -391,7 +391,7 @@ def test_parties_of_different_settings_cannot_share_a_seed():
         silos[2].answer("count", seeds[1], ONES)
 
 
-def test_a_silo_goes_on_from_its_state_and_never_uses_a_round_again(rng):
+def test_a_silo_resumes_from_its_state_and_never_repeats_a_round(rng):
     saved = []
     facts = weighting_settings()
     world = World(facts, draw_counts(rng, facts), save=saved.append)

@@ -80,7 +80,7 @@ def test_each_user_is_drawn_with_the_probability_of_the_plan(hits, choices):
     assert len({tuple(row) for row in counts.tolist()}) > 3
 
 
-def test_all_that_the_server_receives_for_a_draw_is_group_elements_of_another_answer_each_time():
+def test_for_a_draw_the_server_receives_only_fresh_group_elements():
     world = World(facts(), np.full((3, 5), 2))
     for number in (1, 2, 3):
         world.begin(number)
@@ -115,7 +115,7 @@ def test_a_silo_cannot_tell_what_it_took_and_cannot_open_the_rest():
 
 
 @pytest.mark.full
-def test_where_the_server_put_the_weights_says_nothing_of_who_was_drawn(monkeypatch, rng):
+def test_the_place_of_the_weights_does_not_reveal_the_draw(monkeypatch, rng):
     """A server that always puts the weights first draws every user equally often, too."""
     monkeypatch.setattr(
         "flower_ext.secure.weighting.paillier_server.SystemRandom",
@@ -148,7 +148,7 @@ def test_a_draw_of_a_used_round_is_refused(rng):
         world.begin(1)
 
 
-def test_weights_that_were_sealed_for_another_answer_are_refused_before_the_round_is_used(rng):
+def test_weights_sealed_for_another_answer_are_refused_before_using_the_round(rng):
     world = World(facts(), draw_counts(rng, facts()))
     updates, noise = world.draw(rng)
     message = drawn(world, 1)

@@ -32,7 +32,7 @@ def test_all_silos_have_one_seed_which_silo_0_cannot_choose(monkeypatch):
     assert bytes(32) not in {of_silos[0] for of_silos in seeds}
 
 
-def test_blinds_are_units_of_their_own_for_each_user_and_seed():
+def test_blinds_are_units_that_differ_for_each_user_and_seed():
     n = key().public.n
     blinds = user_blinds(b"s" * 32, 50, n) + user_blinds(b"t" * 32, 50, n)
     assert len(set(blinds)) == 100

@@ -88,7 +88,7 @@ def test_no_count_blind_or_weight_is_sent_in_the_clear(transcript):
     assert silo.private not in raw
 
 
-def test_no_silos_own_sum_can_be_decrypted(transcript):
+def test_no_single_silos_sum_can_be_decrypted(transcript):
     world, updates, noise = transcript
     facts, public = world.settings, key().public
     for message in of_kind(world, PaillierSum):
@@ -243,7 +243,7 @@ def test_without_a_dither_the_sum_shows_the_factors_of_all_totals(monkeypatch):
     assert denominator(world, decrypted(world, 1)) == math.lcm(13, 25, 49)
 
 
-def test_with_the_dither_the_sum_modulo_c_lcm_is_uniform_whatever_the_totals():
+def test_with_the_dither_the_sum_modulo_c_lcm_is_uniform():
     for counts in ([[10, 4, 25], [3, 21, 24]], [[1, 1, 1], [0, 0, 0]]):
         world = world_of(counts, coordinates=300, slots=1)
         multiple = world.settings.common_multiple
@@ -254,7 +254,7 @@ def test_with_the_dither_the_sum_modulo_c_lcm_is_uniform_whatever_the_totals():
         assert stats.chisquare(remainders).pvalue > 1e-6
 
 
-def test_a_dither_moves_by_half_a_step_at_most_and_by_nothing_in_the_mean():
+def test_a_dither_moves_by_at_most_half_a_step_without_bias():
     facts = world_of([[10, 4, 25], [3, 21, 24]]).settings
     multiple = facts.common_multiple
     for encoded in (-7, 0, 10**6):

@@ -111,7 +111,7 @@ MORE_MODELS = map(of, (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.SiLU, nn.ELU, nn.Softplu
 @needs_mkl
 @pytest.mark.parametrize("model", grid([*MODELS, *MORE_MODELS], MODELS.__contains__))
 @pytest.mark.parametrize("way", grid(["momentum", "sam", "proximal"], "sam".__eq__))
-def test_no_bit_of_a_model_depends_on_the_number_the_place_or_the_data_of_others(model, way):
+def test_no_bit_of_a_model_depends_on_the_other_jobs(model, way):
     training = replace(WAYS[way][0], epochs=2, batch_size=10, learning_rate=1.0)
 
     def jobs():
@@ -237,7 +237,7 @@ def squared(outputs, targets):
     [(model, nn.functional.cross_entropy) for model in (Gated, large, normed, convolutional)]
     + [(layered, squared)],
 )
-def test_models_whose_bits_may_depend_on_others_or_that_gain_nothing_train_one_by_one(model, loss):
+def test_models_that_could_mix_or_gain_nothing_train_one_by_one(model, loss):
     task, jobs = problem(model, loss), jobs_of(model, [SGD], UNEVEN)
     assert max(trained(task, jobs)[1]) == 1
     assert trains_one_by_one(task, jobs[0].examples, SGD)

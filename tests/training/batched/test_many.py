@@ -25,7 +25,7 @@ from flower_ext.training import (
 )
 from flower_ext.training.batched.many import attempt_groups, train_groups
 from flower_ext.training.batched.mapped import MappedModel
-from flower_ext.training.batched.stack import together
+from flower_ext.training.batched.stack import jobs_that_fit
 from tests.support.grids import grid
 from tests.support.jobs import (
     ALIKE,
@@ -81,7 +81,7 @@ def test_terms_of_every_client_act_on_it_alone(batched, way):
         lambda case: case[0] == (case[1] is Dense),
     ),
 )
-def test_jobs_with_noise_take_clipped_and_noised_steps_wherever_others_would_be_batched(
+def test_jobs_with_noise_take_noised_steps_wherever_others_are_batched(
     batched, model, batch_invariant
 ):
     def jobs(clipping_norm=0.1, stddev=0.01):
@@ -108,7 +108,7 @@ def test_jobs_with_noise_take_clipped_and_noised_steps_wherever_others_would_be_
 
 
 @pytest.mark.parametrize("part", ["head", "extractor"])
-def test_a_frozen_part_is_each_clients_own_and_stays(batched, part):
+def test_each_clients_frozen_part_is_separate_and_stays(batched, part):
     def chosen(name):
         return name.startswith(part)
 
@@ -136,7 +136,7 @@ def label_smoothing(outputs, targets):
     return cross_entropy(outputs, targets, label_smoothing=0.2)
 
 
-def test_a_loss_of_ones_own_is_averaged_over_each_clients_examples(batched):
+def test_a_custom_loss_is_averaged_over_each_clients_examples(batched):
     task = problem(loss=label_smoothing)
     ours = train_many(task, jobs_of(Dense, [SGD], UNEVEN))
     same(ours, one_by_one(task, jobs_of(Dense, [SGD], UNEVEN)))
@@ -154,7 +154,7 @@ def class_weights(outputs, targets):
         [("sgd", Convolutional, ALIKE), ("all different", Dense, UNEVEN)].__contains__,
     ),
 )
-def test_a_batch_loss_that_is_no_mean_over_examples_is_each_clients_own(batched, model, sizes, way):
+def test_a_batch_loss_that_is_no_mean_stays_within_each_client(batched, model, sizes, way):
     task = problem(model, class_weights)
     ours = train_many(task, jobs_of(model, WAYS[way], sizes))
     same(ours, one_by_one(task, jobs_of(model, WAYS[way], sizes)))
@@ -238,11 +238,11 @@ def test_chunks_respect_the_memory_limit_and_change_nothing(batched):
     jobs = jobs_of(Dense, [SGD], [16] * 12)
     numbers = sum(p.numel() for p in jobs[0].params.values())
     enough_for_three = 3 * (4 * (8 * numbers + 16 * 4 + 3 * 8 * (5 + 5 + 3 + 3 + 4)))
-    assert together(problem(), jobs[0], enough_for_three) == 3
+    assert jobs_that_fit(problem(), jobs[0], enough_for_three) == 3
     ours = train_many(problem(), jobs, memory_limit=enough_for_three)
     assert batched == [3, 3, 3, 3]
     same(ours, one_by_one(problem(), jobs_of(Dense, [SGD], [16] * 12)))
-    assert together(problem(), jobs[0], 1) == 1
+    assert jobs_that_fit(problem(), jobs[0], 1) == 1
 
 
 def test_a_single_long_training_does_not_hold_up_a_batch(batched, monkeypatch):
@@ -268,7 +268,7 @@ class Cubic:
     ],
     ids=["a term of one's own", "exact minimisers"],
 )
-def test_what_cannot_be_batched_is_trained_all_the_same(batched, jobs):
+def test_jobs_that_cannot_be_batched_are_trained(batched, jobs):
     same(train_many(problem(), jobs()), one_by_one(problem(), jobs()))
     assert batched == []
 
@@ -295,7 +295,7 @@ def test_trained_has_to_select_something(batched):
         train_many(problem(), jobs_of(Dense, [SGD], ALIKE), trained=lambda name: False)
 
 
-def test_the_jobs_own_models_are_left_as_they_are(batched):
+def test_models_in_the_given_jobs_stay_unchanged(batched):
     jobs = jobs_of(Dense, [SGD], ALIKE)
     before = [{n: p.clone() for n, p in job.params.items()} for job in jobs]
     train_many(problem(), jobs)
@@ -374,9 +374,7 @@ ALONE = [
         {(pooled, 5, 4), (wide, 33, 16), (Mapped, 5, 4), (ALONE[-1], 33, 16)}.__contains__,
     ),
 )
-def test_where_asked_for_a_model_without_company_is_that_of_one_among_others(
-    model, size, batch_size
-):
+def test_a_lone_batch_invariant_model_equals_one_in_a_group(model, size, batch_size):
     """Libraries have different kernels for one model and for a stack of models.
 
     Some functions also round the last numbers of an array differently.

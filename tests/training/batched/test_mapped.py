@@ -93,7 +93,7 @@ def alone(model, params, x, y):
 
 @pytest.mark.parametrize("by_products", [False, True])
 @pytest.mark.parametrize("which", MODELS)
-def test_gradients_are_each_models_own(which, by_products):
+def test_gradients_belong_to_each_model_alone(which, by_products):
     model, every, many, x, y = setting(which)
     targets = {n: Target(torch.zeros_like(p)) for n, p in many.items()}
     slopes = [alone(model, params, x[row], y[row]) for row, params in enumerate(every)]
@@ -260,7 +260,7 @@ ODD = [hooked, Branching, Looking, Twice, Unused, Tied, Outside, Constant, check
     ("model", "way"),
     grid(product(ODD, WAYS), [*zip(ODD, cycle(WAYS), strict=False)].__contains__),
 )
-def test_a_model_that_uses_a_layer_in_an_odd_way_trains_as_by_itself(model, way):
+def test_a_model_that_uses_a_layer_oddly_trains_as_if_alone(model, way):
     ours = train_many(problem(model), jobs_of(model, WAYS[way], ALIKE))
     same(ours, one_by_one(problem(model), jobs_of(model, WAYS[way], ALIKE)))
 

@@ -159,7 +159,7 @@ def test_models_of_words_draw_as_by_themselves_too(batched, way, recurrent):
 
 
 @pytest.mark.parametrize("which", grid(MODELS, KINDS.__contains__))
-def test_where_asked_for_no_bit_depends_on_company_nor_on_an_odd_client(which):
+def test_batch_invariant_training_depends_on_no_other_client_however_odd(which):
     task, sizes = problem(MODELS[which]), [16, 16, 5, 16, 16, 16]
 
     def trained(members, odd=None):
@@ -200,7 +200,7 @@ def drawing_while_built():
     return chain(partial(nn.Dropout, 0.5))
 
 
-def test_masks_do_not_depend_on_what_a_model_draws_while_it_is_built():
+def test_masks_ignore_what_a_model_draws_while_it_is_built():
     which = "dropout of 0.5"
     ours = one_by_one(problem(drawing_while_built), jobs(which, [SGD]))
     same(ours, one_by_one(problem(MODELS[which]), jobs(which, [SGD])))

@@ -9,7 +9,7 @@ from torch import nn
 
 from flower_ext.data import Examples
 from flower_ext.training import ClippedGradient, Job
-from flower_ext.training.batched.stack import together
+from flower_ext.training.batched.stack import jobs_that_fit
 from tests.support.grids import grid
 from tests.support.jobs import ALIKE, SGD, UNEVEN, one_by_one, problem, same, train_many, why_apart
 from tests.support.reference.clipped_gradient import by_loop
@@ -56,7 +56,7 @@ def test_models_of_sequences_train_together_as_by_themselves(batched, kind, size
 
 @pytest.mark.parametrize("clipping_norm", grid([0.1, 1e6], lambda norm: norm < 1))
 @pytest.mark.parametrize("kind", grid(RECURRENT, {nn.LSTM, DPLSTM}.__contains__))
-def test_each_record_of_sequences_has_a_gradient_of_its_own_to_clip(kind, clipping_norm):
+def test_each_record_of_sequences_has_a_separate_gradient_to_clip(kind, clipping_norm):
     task = problem(partial(Sentences, kind))
     (job,) = jobs(task, [9])
     names = list(job.params)
@@ -77,5 +77,5 @@ def test_long_sequences_take_more_memory():
         training=short.training,
         generator=short.generator,
     )
-    few, many = together(task, long, 2**24), together(task, short, 2**24)
+    few, many = jobs_that_fit(task, long, 2**24), jobs_that_fit(task, short, 2**24)
     assert many / 60 < few < many / 10

@@ -96,7 +96,7 @@ class Mixing(nn.Module):
         {(MIXED_BY.get(which, 300.0), which) for which in MIXERS}.__contains__,
     ),
 )
-def test_one_odd_record_moves_no_other_where_a_model_scales_all_by_it(which, odd):
+def test_an_odd_record_moves_no_other_in_a_model_that_scales_all(which, odd):
     own = problem(lambda: Mixing(MIXERS[which]))
     params = own.initial_params(0)
     x, y = torch.randn(8, 4, generator=torch.Generator().manual_seed(3)), torch.arange(8) % 3
@@ -110,7 +110,7 @@ def test_one_odd_record_moves_no_other_where_a_model_scales_all_by_it(which, odd
 
 
 @pytest.mark.parametrize("which", READERS)
-def test_a_record_by_which_others_would_be_scaled_moves_the_sum_by_its_own_bound(which):
+def test_a_record_that_scales_others_moves_the_sum_within_its_bound(which):
     task = problem(lambda: Reading(READERS[which]))
     draw = torch.Generator().manual_seed(1)
     x, y = torch.randn(9, 4, generator=draw), torch.randint(3, (9,), generator=draw)
@@ -185,7 +185,7 @@ def test_a_record_that_hides_something_moves_no_other_by_a_bit(question):
         assert torch.equal(ours[name], theirs[name])
 
 
-def test_with_answers_of_ours_each_example_is_still_its_own_and_counted_once():
+def test_with_decided_tests_each_example_is_separate_and_counted_once():
     task = problem(lambda: Masked(QUESTIONS["all"]), shared)
     params, data = task.initial_params(0), sentences(True)
     gradient = ClippedGradient(task, list(params), clipping_norm=0.3)
@@ -235,7 +235,7 @@ class Sharing(nn.Module):
 
 
 @pytest.mark.parametrize("count", [1, 9])
-def test_places_looked_up_once_for_all_and_unused_layers_are_in_one_pass(count):
+def test_shared_positions_and_unused_layers_are_handled_in_one_pass(count):
     task = problem(Sharing)
     params = task.initial_params(0)
     draw = torch.Generator().manual_seed(2)

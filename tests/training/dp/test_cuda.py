@@ -58,7 +58,7 @@ def distance(one, other):
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("clipping_norm", [0.3, 1e6])
-def test_the_sum_of_clipped_gradients_is_that_of_a_loop_on_the_processor(model, clipping_norm):
+def test_the_sum_of_clipped_gradients_matches_a_loop_on_the_cpu(model, clipping_norm):
     task, data = problem(model), drawn(model, 70)
     params = task.initial_params(1)
     names = [name for name, _ in task.model().named_parameters()]
@@ -71,7 +71,7 @@ def test_the_sum_of_clipped_gradients_is_that_of_a_loop_on_the_processor(model, 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("joining", [1.0, 300.0])
-def test_a_record_that_joins_moves_the_sum_by_at_most_the_clipping_norm(model, joining):
+def test_a_joining_record_moves_the_sum_by_at_most_the_clipping_norm(model, joining):
     data = drawn(model, 65)
     x, y = data.features.cuda(), data.targets.cuda()
     if x.is_floating_point():

@@ -233,7 +233,7 @@ def settings(**changes):
     return DpSgdTraining(**(usual | changes))
 
 
-def test_with_hardly_any_noise_no_clipping_and_all_records_it_is_gradient_descent():
+def test_with_hardly_any_noise_or_clipping_it_is_gradient_descent():
     task, data = problem(dense), records((4,), 12)
     start = task.initial_params(3)
     training = settings(sampling_rate=1.0, batch_size=12, clipping_norm=10.0, steps=4)
@@ -253,7 +253,7 @@ def test_with_hardly_any_noise_no_clipping_and_all_records_it_is_gradient_descen
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_noise_of_a_step_is_the_noise_multiplier_times_the_clipping_norm_even_without_records(
+def test_a_steps_noise_is_multiplier_times_norm_even_without_records(
     steps,
 ):
     wide = Task(
@@ -447,7 +447,7 @@ class ThreeTimes(nn.Module):
     ],
     ids=["once", "twice", "time first"],
 )
-def test_a_layer_without_a_slope_at_first_is_seen_for_what_it_is(body, shape, in_one_pass):
+def test_a_layer_without_a_slope_at_first_is_classified_correctly(body, shape, in_one_pass):
     task = problem(under_zeros(body))
     start, draw = task.initial_params(0), torch.Generator().manual_seed(1)
     features, targets = torch.randn(shape, generator=draw), torch.arange(3)
@@ -522,7 +522,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("which", ODD)
-def test_no_model_lets_one_record_move_the_sum_by_more_than_the_clipping_norm(which):
+def test_no_model_lets_a_record_move_the_sum_beyond_the_norm(which):
     build, loss = ODD[which]
     task, data = problem(build, loss), records((4,), 79)
     data.features[0] = torch.tensor([300.0, -200.0, 100.0, 400.0])
@@ -539,7 +539,7 @@ def test_no_model_lets_one_record_move_the_sum_by_more_than_the_clipping_norm(wh
         torch.testing.assert_close(every[name], theirs[name], rtol=1e-4, atol=1e-5)
 
 
-def test_no_number_of_records_makes_one_count_for_more_than_the_clipping_norm():
+def test_no_batch_size_makes_a_record_count_beyond_the_clipping_norm():
     """A long sum in single precision rounds its last terms to multiples of 1/128 or 1/64."""
     task, count = problem(lambda: nn.Linear(1, 3)), 250_000
     params = task.initial_params(0)
@@ -563,7 +563,7 @@ def test_models_of_half_precision_are_refused_with_what_to_change(kind):
 
 
 @pytest.mark.parametrize("which", [*MODELS, "in a loop"])
-def test_a_record_whose_loss_raises_counts_as_zero_and_moves_no_other_by_a_bit(which, caplog):
+def test_a_record_whose_loss_raises_counts_as_zero_and_moves_no_other(which, caplog):
     """The comparison has a record without a finite gradient, which keeps the shapes."""
     model, shape = (Rescaled, (4,)) if which == "in a loop" else MODELS[which]
     task, data = problem(model), records(shape, 70)
@@ -583,7 +583,7 @@ def test_a_record_whose_loss_raises_counts_as_zero_and_moves_no_other_by_a_bit(w
     assert said.levelname == "WARNING"
 
 
-def test_where_every_record_raises_the_sum_is_zero_and_the_owner_is_told(caplog):
+def test_if_every_record_raises_the_sum_is_zero_and_logged(caplog):
     task, data = problem(dense), records((4,), 9)
     params = task.initial_params(0)
     gradient = ClippedGradient(task, list(params), clipping_norm=0.5)
@@ -604,7 +604,7 @@ class PerStep(nn.Module):
 
 
 @pytest.mark.parametrize("clipping_norm", [0.05, 1e6], ids=["clipped", "not clipped"])
-def test_the_loss_of_an_example_with_several_targets_is_its_own_mean(clipping_norm):
+def test_the_loss_of_an_example_with_several_targets_is_its_mean(clipping_norm):
     draw = torch.Generator().manual_seed(2)
     data = Examples(
         features=torch.randn(7, 6, 4, generator=draw),

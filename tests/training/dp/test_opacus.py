@@ -112,7 +112,7 @@ def test_embeddings_pass_once_and_padding_has_no_gradient(length, padding, clipp
 
 
 @pytest.mark.parametrize("build", [lambda: Words(scale_grad_by_freq=True), Bag])
-def test_what_counts_words_otherwise_than_opacus_is_left_to_others(build):
+def test_a_layer_that_counts_words_unlike_opacus_takes_another_way(build):
     assert_is_like_a_loop(build, texts(6), in_one_pass=False)
 
 
@@ -133,7 +133,7 @@ def test_layers_that_opacus_would_replace_train_as_they_are(build):
     assert_is_like_a_loop(build, texts(6, count=9), in_one_pass=False)
 
 
-def test_a_text_with_an_unknown_word_counts_as_zero_and_moves_no_other_by_a_bit():
+def test_a_text_with_an_unknown_word_counts_as_zero():
     data = texts(6)
     data.targets[3] = 7  # another error, which keeps the shapes
     _, _, without = clipped(Words, data)

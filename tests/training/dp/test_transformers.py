@@ -104,7 +104,7 @@ CASES = [(bert, "sdpa", True), (bert, "eager", False), (gpt2, "eager", True)]
 @pytest.mark.parametrize(
     ("model", "attention", "lora"), grid(CASES, lambda case: case == (bert, "sdpa", True))
 )
-def test_texts_pass_at_once_and_each_has_its_own_gradient(model, attention, lora):
+def test_texts_pass_at_once_and_each_has_a_separate_gradient(model, attention, lora):
     task, data = task_of(model, attention, lora), texts(whole=[1, 4])
     params = moved(task.initial_params(1))
 
@@ -124,7 +124,7 @@ def test_texts_pass_at_once_and_each_has_its_own_gradient(model, attention, lora
 
 @pytest.mark.full
 @pytest.mark.parametrize(("model", "attention"), [(bert, "eager"), (gpt2, "sdpa")])
-def test_dropout_does_not_hide_that_texts_are_told_apart(model, attention):
+def test_dropout_does_not_hide_that_texts_are_distinguished(model, attention):
     task, data = task_of(model, attention, True, dropout=0.1), texts(5)
     params = task.initial_params(1)
     gradient = ClippedGradient(task, list(params), clipping_norm=0.3)
@@ -135,9 +135,7 @@ def test_dropout_does_not_hide_that_texts_are_told_apart(model, attention):
 @pytest.mark.parametrize(
     ("model", "attention", "lora"), grid(CASES, lambda case: case == (bert, "sdpa", True))
 )
-def test_a_text_moves_no_other_by_a_bit_by_its_padding_nor_by_a_word_that_is_none(
-    model, attention, lora
-):
+def test_a_texts_padding_and_invalid_words_move_no_other_by_a_bit(model, attention, lora):
     """Other texts hide nothing; this one counts as zero, because its gradient is not finite."""
     task = task_of(model, attention, lora)
     params = moved(task.initial_params(1))

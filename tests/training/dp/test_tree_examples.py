@@ -63,9 +63,7 @@ def gradient(task, params, data, clipping_norm=0.4):
         ),
     ),
 )
-def test_the_sum_of_clipped_gradients_of_trees_is_that_of_a_loop_over_packed_records(
-    which, count, clipping_norm
-):
+def test_clipped_gradients_of_trees_match_a_loop_over_packed_records(which, count, clipping_norm):
     task, form = WAYS[which]
     params, data = PACKED.initial_params(1), packed(count)
     ours, how = gradient(task, params, form(data), clipping_norm)
@@ -108,7 +106,7 @@ def weighed(outputs, targets):
         lambda case: (case[0] is Weighed) == (case[1] == "x"),
     ),
 )
-def test_a_record_with_an_odd_leaf_counts_as_zero_and_moves_no_other_by_a_bit(build, leaf, caplog):
+def test_a_record_with_an_odd_leaf_counts_as_zero(build, leaf, caplog):
     """A leaf that is not a number is compared with a loss that raises, which keeps the shapes."""
     draw = torch.Generator().manual_seed(2)
     features = {"x": torch.randn(70, 4, generator=draw), "weight": torch.ones(70, 1)}
@@ -152,7 +150,7 @@ class LookedUp(Weighed):
         return super().forward(self.embedding(x), weight)
 
 
-def test_a_word_out_of_range_counts_as_zero_and_moves_no_other_by_a_bit():
+def test_a_word_out_of_range_counts_as_zero():
     draw = torch.Generator().manual_seed(2)
     words, weight = torch.randint(9, (70,), generator=draw), torch.rand(70, 5, generator=draw)
     labels = torch.randint(3, (70,), generator=draw)
@@ -241,7 +239,7 @@ def test_targets_of_several_tensors_go_with_features_of_one():
         torch.testing.assert_close(ours[name], summed[name], rtol=1e-4, atol=1e-4)
 
 
-def test_a_tree_is_left_as_it_is_by_a_model_that_writes_into_it():
+def test_a_model_that_writes_into_a_tree_leaves_it_unchanged():
     class Overwriting(Sentences):
         def forward(self, tokens, mask):
             return super().forward(tokens.remainder_(7), mask.mul_(0))
@@ -253,7 +251,7 @@ def test_a_tree_is_left_as_it_is_by_a_model_that_writes_into_it():
 
 
 @pytest.mark.parametrize("build", [Weighed, WeighedInALoop])
-def test_features_of_another_type_than_the_model_are_refused_by_name_with_what_to_change(build):
+def test_features_of_another_type_than_the_model_are_refused_with_a_remedy(build):
     """This holds for every record; without the error, all would silently count as zero."""
     features = {"x": torch.zeros(4, 4).double(), "weight": torch.ones(4, 1)}
     task = problem(build)

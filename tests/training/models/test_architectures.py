@@ -50,7 +50,7 @@ def test_models_have_their_exact_sizes(name, parameters):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_models_can_be_shared_and_have_a_head_that_is_their_last_layer(name):
+def test_models_can_be_shared_and_their_last_layer_is_the_head(name):
     model = build(name, num_classes=7)
     check_shareable(model)
     head = {name: p for name, p in model.state_dict().items() if matches(name, ["head"])}
@@ -89,7 +89,7 @@ def test_softmax_regression_is_one_linear_layer():
     torch.testing.assert_close(model(x), x @ model.head.weight.T + model.head.bias)
 
 
-def test_binary_logistic_regression_has_the_logistic_loss_of_w_x_and_no_bias():
+def test_binary_logistic_regression_has_the_logistic_loss_without_a_bias():
     model = build("binary-logistic")
     check_shareable(model)
     ((name, weight),) = model.named_parameters()

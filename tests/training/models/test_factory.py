@@ -111,7 +111,7 @@ def test_only_what_trains_travels():
     assert not torch.equal(own.initial_params(0)["head.bias"], own.initial_params(1)["head.bias"])
 
 
-def test_training_is_that_of_torch_with_the_rest_frozen_alone_and_in_a_batch():
+def test_training_with_frozen_parts_matches_torch_alone_and_in_a_batch():
     own = task(Backbone)
     params = own.initial_params(3)
     expected = []
@@ -215,7 +215,7 @@ def other_base():
     return model
 
 
-def test_a_fingerprint_tells_bases_apart_by_a_single_number_and_not_by_what_trains():
+def test_a_fingerprint_depends_on_every_frozen_number_and_no_trained_one():
     one = task(Backbone).fingerprint
     assert one == task(lambda: Backbone()).fingerprint
     assert one != task(other_base).fingerprint
@@ -259,7 +259,7 @@ def test_a_task_that_was_sent_builds_no_model_again(factory, monkeypatch):
     assert sent.shapes == shapes
 
 
-def test_a_model_that_was_sent_is_built_anew_where_it_is_not_known(monkeypatch):
+def test_a_received_model_is_rebuilt_where_it_is_unknown(monkeypatch):
     own = task(Backbone)
     sent, frozen = pickle.dumps(own), own.fingerprint
     assert len(sent) < 1_000  # no parameters
@@ -295,7 +295,7 @@ def test_dp_sgd_counts_both_uses_of_a_tied_parameter():
         torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-3)
 
 
-def test_a_model_with_a_frozen_base_is_loaded_once_for_itself_and_once_for_its_first_weights():
+def test_a_frozen_base_is_loaded_once_and_once_for_initial_weights():
     """Loading a pretrained model takes seconds, and every message has a task of its own."""
     loaded = []
 
@@ -325,7 +325,7 @@ def test_what_cannot_travel_is_refused_by_name_unless_it_is_frozen(kind):
 
 
 @pytest.mark.parametrize("names", [("b",), ("b.weight",)])
-def test_an_option_that_names_a_tied_parameter_by_its_other_name_alone_says_so(names):
+def test_an_option_with_one_name_of_a_tied_parameter_says_so(names):
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()

@@ -49,7 +49,7 @@ def test_a_head_that_the_files_lack_is_refused(tmp_path):
         causal_model(str(folder), setting="base")
 
 
-def test_a_head_that_is_tied_needs_no_weight_of_its_own(tmp_path):
+def test_a_tied_head_needs_no_separate_weight(tmp_path):
     folder = save_causal(tmp_path / "tied", tie_word_embeddings=True)
     assert "embed_out.weight" not in load_file(folder / "model.safetensors")
     causal_model(str(folder), setting="base")

@@ -9,7 +9,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.Flatten(), nn.Linear(16, 2))
 
 
-def test_batch_norm_in_the_shared_part_is_refused_with_its_name_and_the_fix():
+def test_batch_norm_in_the_shared_part_is_refused_with_the_fix():
     with pytest.raises(UnshareableModel, match=r"layer '1' \(BatchNorm2d\).*GroupNorm"):
         check_shareable(network())
 
@@ -80,7 +80,7 @@ def test_flat_features_are_normalised_as_by_layer_norm(width):
 @pytest.mark.parametrize(
     "layer", [nn.BatchNorm1d(2), nn.BatchNorm1d(1), nn.BatchNorm2d(1), nn.BatchNorm3d(1)]
 )
-def test_too_few_channels_for_a_norm_within_an_example_are_refused_by_name(layer):
+def test_too_few_channels_for_norms_within_examples_are_refused_by_name(layer):
     with pytest.raises(ValueError, match=r"layer '1' .*num_features=\d: expected at least"):
         replace_batch_norm(nn.Sequential(nn.Identity(), layer))
 

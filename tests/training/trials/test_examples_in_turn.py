@@ -63,7 +63,7 @@ def records(count=130):
 
 
 @pytest.mark.parametrize("which", REFUSED)
-def test_a_model_that_keeps_something_is_refused_by_the_name_of_the_place(which):
+def test_a_model_that_keeps_something_is_refused_with_the_place(which):
     build, place = REFUSED[which]
     task = problem(build)
     gradient = ClippedGradient(task, NAMES, clipping_norm=BOUND)
@@ -169,7 +169,7 @@ def without_gradients(outputs, targets):
 
 
 @pytest.mark.parametrize("loss", [ending, without_gradients])
-def test_a_record_that_ends_the_process_or_turns_gradients_off_counts_as_zero(loss):
+def test_a_record_that_exits_or_disables_gradients_counts_as_zero(loss):
     task = problem(lambda: nn.Linear(4, 3), loss)
     params, (x, y) = task.initial_params(0), records(9)
     y[0] = 7
@@ -255,7 +255,7 @@ def largest_change(gradient, params, beside, *, planted=False):
 
 @pytest.mark.parametrize("by_vmap", [False, True])
 @pytest.mark.parametrize("beside", grid([0, 2, 7, 20], (0, 7).__contains__))
-def test_a_record_that_joins_moves_the_sum_by_its_own_gradient(by_vmap, beside):
+def test_a_joining_record_moves_the_sum_by_its_gradient(by_vmap, beside):
     gradient, params = kinked(by_vmap)
     assert largest_change(gradient, params, beside) <= 1 + 1e-6
     assert (gradient.way == "in one pass") is not by_vmap
@@ -273,7 +273,7 @@ def test_passes_as_wide_as_their_batch_would_be_found(monkeypatch):
     assert max(largest_change(gradient, params, n, planted=True) for n in (0, 1, 5)) > 1.01
 
 
-def test_examples_whose_bits_depend_on_their_company_pass_one_by_one():
+def test_examples_whose_bits_depend_on_other_examples_pass_one_by_one():
     class Rounding(nn.Module):
         """Adds the rounding of a sum that depends on the number and the place of rows."""
 

@@ -97,7 +97,7 @@ REFUSED = {
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @pytest.mark.parametrize("count", [9, 0], ids=["records", "an empty batch"])
 @pytest.mark.parametrize("build", REFUSED)
-def test_a_model_that_learns_from_no_single_example_is_refused_with_the_reason(build, count):
+def test_a_model_that_learns_from_no_single_example_is_refused(build, count):
     task, draw = task_of(build), torch.Generator().manual_seed(0)
     with pytest.raises(InvalidValue, match=f"{REFUSED[build]}.*{build.__name__}") as refusal:
         train_dp_sgd(
@@ -119,7 +119,7 @@ def test_a_model_that_learns_from_no_single_example_is_refused_with_the_reason(b
 
 
 @pytest.mark.parametrize("labels", ["years", "none", "beyond the classes"])
-def test_labels_that_begin_elsewhere_are_refused_with_what_to_change_whatever_they_are(labels):
+def test_labels_that_do_not_begin_at_zero_are_refused_with_a_remedy(labels):
     """The trial reads no label, so the refusal is the same for all."""
     own = {"years": 1990 + torch.arange(9) % 3, "none": torch.arange(0), "beyond the classes": 7}
     targets = torch.as_tensor(own[labels]).expand(9 if labels != "none" else 0)
@@ -203,7 +203,7 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize("which", CONSTANT)
-def test_outputs_that_say_nothing_of_an_example_are_refused_whatever_stands_beside_them(which):
+def test_outputs_without_information_are_refused_whatever_accompanies_them(which):
     assert "equal outputs" in reason(CONSTANT[which])
 
 

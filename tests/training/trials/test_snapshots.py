@@ -278,7 +278,7 @@ def test_an_equal_object_in_the_place_of_another_is_no_change():
     assert changed_places(before, snapshot(root=root)) == []
 
 
-def test_a_number_is_not_mistaken_for_a_former_one_at_its_place_in_memory():
+def test_a_number_is_not_mistaken_for_a_former_one_at_its_address():
     root = Counter()
     for number in range(100):
         before = snapshot(root=root)
@@ -358,7 +358,7 @@ def test_on_an_accelerator_rounding_is_no_difference():
     assert not same_numbers(one, other)
 
 
-def test_parameters_are_the_same_if_all_are_or_there_are_none_on_either_side():
+def test_parameters_are_the_same_if_all_are_or_both_are_missing():
     one, other = {"a": torch.zeros(2), "b": torch.zeros(1)}, {"a": torch.zeros(2)}
     assert same_params(one, {name: part.clone() for name, part in one.items()})
     assert not same_params(one, {**other, "b": torch.ones(1)})

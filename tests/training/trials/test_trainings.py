@@ -91,12 +91,12 @@ def positions():
     ("build", "place"),
     [(OfAClass, r"OfAClass\.kept"), (Global, "global KEPT"), (enclosed, "global BOX")],
 )
-def test_a_model_that_shares_what_it_keeps_is_refused_by_the_name_of_the_place(build, place):
+def test_a_model_that_shares_what_it_keeps_is_refused_with_the_place(build, place):
     assert re.search(f"{place}.*other models see it", reason(problem(build)))
 
 
 @pytest.mark.parametrize("build", [OfNumpy, OfPython])
-def test_a_model_that_draws_from_a_global_generator_is_refused_and_the_draws_are_put_back(build):
+def test_a_model_that_draws_from_a_global_generator_is_refused(build):
     before = positions()
     assert re.search("global generator", reason(problem(build)))
     assert positions() == before
@@ -123,7 +123,7 @@ def test_each_odd_value_is_tried_by_itself():
     assert re.search(r"OfLargeNumbers\.kept", reason(problem(OfLargeNumbers)))
 
 
-def test_a_model_that_random_examples_do_not_suit_is_left_to_its_training():
+def test_a_model_unsuited_to_random_examples_is_left_to_its_training():
     assert reason(problem(Unsuited)) is None
 
 

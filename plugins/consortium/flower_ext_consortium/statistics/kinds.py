@@ -211,8 +211,8 @@ class SurvivalCurve(Statistic):
         """
         count = self.times.count
         events, leaving = totals[:, :count], totals[:, :count] + totals[:, count:-1]
-        # Those who leave in an interval or later: a sum from the end, whose first term, the times
-        # after the last interval, is no interval itself.
+        # At risk in an interval are all people who leave in it or later. Add up from the last
+        # column, which counts people who stay to the end. Then reverse, and drop that column.
         at_risk = np.cumsum(np.column_stack([leaving, totals[:, -1]])[:, ::-1], axis=1)[:, :0:-1]
         return np.asarray(np.cumprod(1 - _ratio(events, at_risk), axis=1), dtype=np.float64)
 
@@ -345,6 +345,8 @@ def _tree_inverse(depth: int) -> NDArray[np.float64]:
     nodes' counts best, by least squares.
     """
     leaves = np.arange(2**depth)
+    # A level has a row per node: True for the leaves below it. The first ``level`` of the ``depth``
+    # bits of a leaf's number are the number of its node on that level.
     levels = [
         np.arange(2**level)[:, np.newaxis] == leaves >> (depth - level)
         for level in range(depth + 1)

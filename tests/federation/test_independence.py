@@ -198,9 +198,7 @@ def same_but_for_client_0(ours, theirs):
         lambda case: case[0] != "DP-Ditto",  # has the plan of DP-pFedMe
     ),
 )
-def test_no_bit_of_an_upload_depends_on_the_data_the_error_or_the_presence_of_another(
-    method, model
-):
+def test_no_bit_of_an_upload_depends_on_another_client(method, model):
     make = METHODS[method]
     usual = uploads(make, model, client_data, engine=in_process)
     assert all(arrays is not None for arrays in usual.values())
@@ -217,7 +215,7 @@ class WithDropout(Net):
 
 
 @pytest.mark.parametrize("method", [FedALA, Apple, APFL])
-def test_draws_of_a_model_in_a_method_s_solver_depend_on_no_other_client(method):
+def test_a_models_draws_in_a_methods_solver_depend_on_no_other_client(method):
     def second_round(*, present):
         strategy = strategy_of(
             method, plan=record_plan(), local=SGD, seed=2, seeded_noise=True, evaluate_every=0
@@ -241,7 +239,7 @@ def test_draws_of_a_model_in_a_method_s_solver_depend_on_no_other_client(method)
 
 
 @pytest.mark.parametrize("odd", [as_is, diverging, mislabelled, unreadable])
-def test_no_bit_of_an_upload_depends_on_how_clients_share_nodes_and_processes(odd):
+def test_no_bit_of_an_upload_depends_on_node_and_process_layout(odd):
     make = METHODS["DP-FedAvg"]
     usual = uploads(make, Net, odd, engine=in_process)
     for engine in (on_one_node, on_three_nodes, in_two_processes):
@@ -274,7 +272,7 @@ def telling(client):
         lambda engine: engine in (one_by_one, in_two_processes),
     ),
 )
-def test_no_error_tells_of_a_record_in_replies_refusals_or_files(odd, engine, tmp_path):
+def test_no_error_reveals_a_record_in_replies_refusals_or_files(odd, engine, tmp_path):
     def data(client):
         return odd(client) if client == 0 else client_data(client)
 
@@ -309,7 +307,7 @@ def test_no_error_tells_of_a_record_in_replies_refusals_or_files(odd, engine, tm
         assert "Traceback" not in text
 
 
-def test_what_a_client_does_not_tell_is_in_its_own_log(logged, monkeypatch):
+def test_what_a_client_withholds_is_in_its_local_log(logged, monkeypatch):
     monkeypatch.setattr(failures, "hidden_errors", Counter())
     for _ in range(2):
         uploads(METHODS["DP-FedAvg"], Net, unreadable_record, engine=in_process)
@@ -342,7 +340,7 @@ def with_wrong_features(test):
 
 
 @pytest.mark.parametrize("odd", [with_wrong_targets, with_wrong_features])
-def test_an_error_of_one_client_changes_no_bit_of_the_scores_of_another(odd):
+def test_one_clients_error_changes_no_bit_of_another_clients_scores(odd):
     def scores(odd):
         def data(client):
             own = client_data(client)
