@@ -155,6 +155,6 @@ class FedALA(Method):
         return {"local": self.local, "weights": weights, "first_weights": first}
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
-        """Return the settings that clients need, with the names of modules that have weights."""
+        """Return the settings that clients need, with the names of modules that have weights W."""
         modules = {ADAPTIVE + module: 1.0 for module in self.adaptive}
         return {**super().settings(plan), **modules}

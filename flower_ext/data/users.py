@@ -103,8 +103,8 @@ def owned(data: ClientData, num_users: int) -> SiloData:
         raise InvalidValue.tellable(f"num_users={num_users}: expected 1 … {MOST_USERS}")
     if not isinstance(data, SiloData):
         raise InvalidValue.tellable(
-            "data of the Task: expected SiloData, whose owners name the user of each training "
-            "example"
+            "data of the Task: expected SiloData, because its field owners has the user of each "
+            "training example"
         )
     if len(data.owners) and int(data.owners.max()) >= num_users:
         raise InvalidValue(

@@ -185,7 +185,10 @@ def _correlated(settings: ReleaseSettings, sampling: Sampling, *, of_users: bool
 def _secure_scores(
     settings: ReleaseSettings, options: Mapping[str, Any], scores: Bounds
 ) -> SecureScores:
-    """Return the query by which evaluations release scores."""
+    """Return the query by which evaluations release scores in secure sums.
+
+    ``options`` has the plan's other arguments.
+    """
     every, multiplier = settings.evaluate_every, settings.evaluation_noise_multiplier
     if not isinstance(options["noise_placement"], SecureSum):
         why = "because clients send scores in the same kind of secure sum as updates"
@@ -198,8 +201,8 @@ def _secure_scores(
         if (epsilon := settings.target) is None:
             raise UnfitSetting(
                 f"run-config evaluation-noise-multiplier={multiplier!r} without epsilon: expected "
-                "a number > 0, or an epsilon as well, because 0 means the noise that spends "
-                "evaluation-share * epsilon"
+                "a number > 0, or also an epsilon, of which evaluations then spend the part "
+                "evaluation-share"
             )
         multiplier = calibrate_noise_multiplier(
             epsilon=settings.evaluation_share * epsilon,

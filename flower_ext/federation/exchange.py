@@ -42,8 +42,8 @@ partition."""
 class Clients:
     """The clients of one run; every message to them passes through this class.
 
-    These are the messages of the rounds, and the questions that the method and its sums ask. The
-    run makes the object; a method gets it as `Connected.clients`.
+    Messages belong to the rounds, or carry questions of the method or of its sums. The run makes
+    the object; a method gets it as `Connected.clients`.
     """
 
     def __init__(self, method: str, progress: Progress, *, timeout: float) -> None:

@@ -349,7 +349,7 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> str | int | float | bool:
-    """Return a number or a text, equal in all processes, that describes a value; empty for None."""
+    """Describe a value by a number or a text, the same in every process; by "" if it is None."""
     if isinstance(value, Enum):
         return _plain(value.value)
     if isinstance(value, str | int | float | bool):

@@ -124,7 +124,7 @@ def _row(name: str, runs: Sequence[_Measured]) -> dict[str, object]:
 
 
 def _figures(groups: Mapping[str, Sequence[_Measured]], folder: Path) -> dict[str, Path]:
-    """Draw all figures with measurements; return their paths by title."""
+    """Draw each figure for which the runs have measurements; return the paths by title."""
 
     def lines(name: str) -> dict[str, list[Line]]:
         """Return the metric ``name`` of each group whose runs all have it."""

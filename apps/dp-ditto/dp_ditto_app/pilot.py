@@ -27,7 +27,7 @@ def pilot_run(
     rounds: int,
     learning_rate: float,
 ) -> LossConstants:
-    """Descend the mean loss of all clients, and each client's own loss, for ``rounds`` steps.
+    """Estimate the losses' constants by descending the mean loss and each client's own loss.
 
     The run needs all records in one process, so use it on a simulation or on public stand-in
     records only. The run adds no noise, and no guarantee covers its result. Numbers have double
@@ -41,7 +41,7 @@ def pilot_run(
     clients : Sequence[Examples]
         The training records of each client.
     rounds : int
-        Number of steps of the shared model, and of each client's own model.
+        Number of steps of the shared model, and of each client's own model, at least 2.
     learning_rate : float
         Learning rate of all these models.
 

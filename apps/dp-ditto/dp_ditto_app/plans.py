@@ -45,6 +45,6 @@ def plan_of(settings: Settings, rounds: int) -> RecordLevelPlan | NonPrivatePlan
 
 
 def local_training(settings: Settings) -> LocalTraining:
-    """Return the training of the uploaded model; a batch size of 0 means all examples."""
+    """Return how clients train the model that they upload; a batch size of 0 means all examples."""
     size = settings.batch_size or settings.examples_per_client
     return configured.training(settings, batch_size=size)

@@ -26,8 +26,8 @@ def main(grid: Grid, context: Context) -> None:
     if settings.noise == "steps" and method not in ("dp-ditto", *WITHOUT_PRIVACY):
         raise UnfitSetting(
             f"run-config noise='steps' with method={method!r}: expected noise='upload', because "
-            "records change an upload of this method not only through the noised steps. For the "
-            "noise of the paper, set noise='upload' and calibration='published'"
+            "with this method records also change an upload where noise in the steps does not hide "
+            "them. For the paper's noise, set noise='upload' and calibration='published'"
         )
     task = task_of(context)
     for client in range(settings.clients):

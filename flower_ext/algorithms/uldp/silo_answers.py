@@ -96,10 +96,10 @@ def _read_answer(
     arrays = read_answer(reply)
     optional = {HISTOGRAM: num_users > 0, FINGERPRINT: silos_draw}
     expected = {ONE_BY_ONE, *(name for name, is_expected in optional.items() if is_expected)}
-    if set(arrays) != expected or arrays[ONE_BY_ONE].shape != ():
+    if set(arrays) != expected:
         raise RefusedReply(f"arrays {sorted(arrays)}: expected {sorted(expected)}")
-    if arrays[ONE_BY_ONE].dtype.kind not in "biu":
-        raise RefusedReply(f"{ONE_BY_ONE!r}: expected true or false")
+    if arrays[ONE_BY_ONE].shape != () or arrays[ONE_BY_ONE].dtype.kind not in "biu":
+        raise RefusedReply(f"{ONE_BY_ONE!r}: expected one number, true or false")
     counts = arrays.get(HISTOGRAM, np.empty(0, dtype=np.int64))
     if counts.shape != (num_users,) or counts.dtype.kind not in "iu":
         raise RefusedReply(f"{HISTOGRAM!r}: expected {num_users} integers")

@@ -302,8 +302,8 @@ def personal_part(work: ClientWork) -> Params:
     if work.memory is None:
         if not names:
             raise InvalidValue.tellable(
-                f"the server's model has all parameters, {sorted(work.received)}: expected the "
-                "method's personal= to name at least one of them"
+                "the server sent every parameter of the client's model, so none is personal: "
+                f"expected the method's personal= to name at least one of {sorted(work.received)}"
             )
         return {n: p for n, p in work.initial_params().items() if n in names}
     if set(work.memory) != names:

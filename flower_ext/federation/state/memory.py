@@ -80,7 +80,10 @@ class ClientMemory:
         try:
             return to_params(to_record(deserialised(content).arrays[_GROUP]))
         except Damaged as error:
-            raise Damaged(f"{self._folder.path / self._file(version)}: {error}") from None
+            path = self._folder.path / self._file(version)
+            raise Damaged(
+                f"{path}: {error}; restore the file as this client wrote it, or begin a new run"
+            ) from None
 
     def store(
         self, params: Mapping[str, Tensor], version: int = 1, *, and_before: bool = False

@@ -163,14 +163,13 @@ class Member(JsonRecord):
     def mask(self, message: Delivery, values: Residues) -> MaskedInput:
         """Return ``values`` plus masks: one of this member alone, and one for each neighbour.
 
-        Only neighbours that sent shares count, and ``values`` itself stays unchanged.
+        A neighbour that sent no shares has no mask. ``values`` itself stays unchanged. The member
+        then forgets its secrets, so that it can mask nothing else.
 
-        The member then forgets its secrets, so that it can mask nothing else.
-
-        If the member cannot open a neighbour's shares, the neighbour sealed them wrongly, or the
-        server changed them. The member masks as usual, and later reveals no share for this
-        neighbour. The server then knows that the shares could not be opened, and rebuilds the
-        neighbour's secret from the shares of other members.
+        Perhaps the member cannot open a neighbour's shares, because the neighbour sealed them
+        wrongly or the server changed them. The member then masks as usual, and later reveals no
+        share for this neighbour. The server then knows that the shares could not be opened, and
+        rebuilds the neighbour's secret from the shares of other members.
 
         ``values`` must have the context's length and type.
 

@@ -95,7 +95,8 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         settings.check_round(number, self._last_round)
         if places is not None and settings.draw_choices is not None:
             raise ProtocolError(
-                "places: expected None, because with draw_choices the silos draw the users"
+                "places: expected None, because the settings have draw_choices: the silos draw the "
+                "users, and the server does not learn which"
             )
         if not set(places or ()) <= set(range(settings.users)):
             raise InvalidValue(f"places: expected integers from 0 to {settings.users - 1}")

@@ -148,6 +148,7 @@ class MappedModel:
         # The gradients of dense layers are None here: the layers sent them to their targets.
         for name, slope in zip(leaves, slopes, strict=True):
             if slope is not None and name in self._pass.sent:
+                # The caller falls back to another form of training, and shows no error.
                 raise RuntimeError(f"parameter {name!r} is used outside its layer")
             if slope is not None:
                 targets[name].add(slope)

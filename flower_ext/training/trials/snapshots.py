@@ -103,12 +103,13 @@ def find_carried_change(
     orders: Sequence[Iterable[int]],
     device: torch.device,
 ) -> tuple[str | None, list[Params | Exception]]:
-    """Return a place at which a step changes what later steps compute, and each input's result.
+    """Return a place at which a step changes what later steps compute, and an empty list.
+
+    If there is no such place, return None, and each input's result or error in the first order.
 
     Steps run on the features and targets of ``inputs``, in each of the ``orders``. ``begin`` is
-    called once per order. Only the first step of an order may store something, such as a table of
-    positions. What it stores must not depend on its input. If there is no such place, the function
-    returns None, and the results or errors of the first order.
+    called once per order. Only the first step of an order that succeeds, and steps that fail before
+    it, may store something, such as a table of positions. It must not depend on their inputs.
     """
     results = defaultdict[int, list[Params | Exception]](list)
     first: list[Snapshot] = []

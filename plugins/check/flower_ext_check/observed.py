@@ -70,7 +70,7 @@ class Observed:
         return next(iter(self.cohort(round)), -1)
 
     def target_upload(self, round: int) -> Vector | None:
-        """Return the upload of the client that may be changed in this round of a held run."""
+        """Return the upload of the client that the check may change in this round of a held run."""
         return self.uploads(round).get(self.target(round))
 
     def cohort(self, round: int) -> tuple[int, ...]:

@@ -80,7 +80,7 @@ class Probes:
 
     @property
     def real(self) -> Observed:
-        """The first run, in which clients learn. Use it only after that run has ended."""
+        """What was observed in the first run, in which clients learn; ask after that run's end."""
         real = self.runs[RunName.REAL]
         assert real is not None
         return real

@@ -96,7 +96,7 @@ class AppTraits:
 
     @property
     def holds(self) -> bool:
-        """True if a held run protects a public update in place of each client's own."""
+        """True if a held run (see `held_run`) protects a public update in each client's place."""
         return self.mechanism.holds or not self.has_task
 
     @property

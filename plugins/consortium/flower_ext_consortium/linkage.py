@@ -271,8 +271,8 @@ def read_people(path: Path) -> tuple[str, dict[bytes, int | None]]:
 def read_numbers(path: Path, pseudonyms: Pseudonyms) -> Callable[[bytes], int]:
     """Return a function that looks up a pseudonym's number in a file of numbers.
 
-    This function refuses a person who is not in the file. `read_numbers` itself refuses a file that
-    was made with another key.
+    The returned function refuses a person who is not in the file. `read_numbers` itself refuses a
+    file that was made with a different key.
     """
     fingerprint, numbers = read_people(path)
     if fingerprint != pseudonyms.fingerprint:

@@ -231,7 +231,10 @@ def split(words: NDArray[np.int64], prime: int) -> Reals:
 
 
 def add_joined(words: NDArray[np.int64], residues: Reals) -> None:
-    """Add the signed numbers with ``residues`` (2, count) to ``words``, modulo 2^64."""
+    """Add signed numbers to ``words``, modulo 2^64.
+
+    ``residues``, of shape (2, count), has each number modulo the two primes.
+    """
     q1, q2 = (prime.value for prime in PRIMES)
     ring_loops.join(residues[0], residues[1], _JOINING, q1, q2, words)
 

@@ -105,7 +105,7 @@ class LatticeSilo(SiloParty):
         return self._transfer.keys()
 
     def _count_answer(self) -> bytes:
-        """Return the masked counts. Silo 0 adds the shifts ρ_u, and appends the transfer's choices.
+        """Return the masked counts. Silo 0 adds the shifts ρ_u, and appends the transfer's points.
 
         All silos derive the same choices ρ_u from their seed, so silo 0 answers for all.
         """

@@ -141,8 +141,9 @@ class LinearFairness(Checked):
     def uniqueness(self, *, clipping_norm: float, basis: Basis = "provable") -> Condition:
         """Return the condition of Theorem 3 under which R has one minimum, whatever the noise.
 
-        R is convex in α₀ if D > 2 G₁ S₁². If models have norm at most C, the ``clipping_norm``,
-        then G₁ ≤ N² C². The published condition, C < √d / (2 N S₁), uses G₁ ≤ 4 N² C² instead.
+        R is convex in α₀ if D > 2 G₁ S₁² (symbols: top of this module). If models have norm at most
+        C, the ``clipping_norm``, then G₁ ≤ N² C². The published condition, C < √d / (2 N S₁), uses
+        D = 2d and G₁ ≤ 4 N² C² instead.
         """
         require_positive("clipping_norm", clipping_norm)
         N, d = self.num_clients, self.dimension

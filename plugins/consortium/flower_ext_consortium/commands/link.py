@@ -136,7 +136,10 @@ def users(
         int | None, typer.Option(min=1, help="Number of buckets; equal in every silo.")
     ] = None,
     numbers: Annotated[
-        Path | None, typer.Option(help="This silo's file of `link union`, in place of buckets.")
+        Path | None,
+        typer.Option(
+            help="File that `link union` wrote for this silo; takes the place of --buckets."
+        ),
     ] = None,
     people: Annotated[
         int | None, typer.Option(min=1, help="People in all silos together; for buckets.")
@@ -147,7 +150,7 @@ def users(
     encoding: Encoding = "utf-8",
     skip_unusable: SkipUnusable = False,
 ) -> None:
-    """Replace each identifier by a user's number: a hash bucket, or the number of `link union`."""
+    """Replace identifiers by user numbers: hash buckets, or the numbers that `link union` gave."""
     pseudonyms = _pseudonyms(key, by, by_date, date_format)
     if numbers is not None and buckets is None:
         number_of = read_numbers(numbers, pseudonyms)

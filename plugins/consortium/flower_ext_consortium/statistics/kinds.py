@@ -191,7 +191,8 @@ class SurvivalCurve(Statistic):
     def vectors(self, columns: Columns) -> NDArray[np.float64]:
         """Return a row for each record: a one in the record's cell, and zeros elsewhere.
 
-        A record whose time or event is not known has zeros only.
+        A record has zeros only if its time is missing or before the first interval, or if its event
+        is not 0 or 1.
         """
         times, events = columns[self.times.column], columns[self.event]
         intervals = self.times.of(times)
