@@ -87,7 +87,7 @@ def set_up(
     message = LatticeWeights.from_bytes(weights, settings)
     opened, cost.weights_silo = timed(silos[0].opened, message)
     # Opening a sum makes the transforms of the weights of its users.
-    cost.weights_silo += timed(opened.keys, range(min(settings.users, 1000)))[1] + answering
+    cost.weights_silo += timed(opened.encryptions, range(min(settings.users, 1000)))[1] + answering
     return server, silos, weights
 
 
