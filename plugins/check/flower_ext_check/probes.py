@@ -80,7 +80,7 @@ class Probes:
 
     @property
     def real(self) -> Observed:
-        """What was observed in the first run, in which clients learn; ask after that run's end."""
+        """The observations of the first run, in which clients learn; ask after that run's end."""
         real = self.runs[RunName.REAL]
         assert real is not None
         return real
