@@ -18,7 +18,7 @@ from flower_ext.privacy import (
     gaussian_loss,
     privacy_loss_of,
 )
-from flower_ext.privacy.run_summary import MethodTraits, RunSummary
+from flower_ext.privacy.run_summary import MethodTraits, RunSummary, SumTerms
 from flower_ext.privacy.theorems.uldp import (
     drawn_by_silos,
     sums_of_users,
@@ -57,7 +57,7 @@ def averaging_guarantees(
     num_silos=5,
     weighting="equal",
     drawn=None,
-    hidden_draw="",
+    hidden_draw=None,
     sensitivity=1.0,
     **facts,
 ):
@@ -67,7 +67,7 @@ def averaging_guarantees(
     seen.rounds = rounds
     run = RunSummary(method=method, participations=seen, **facts)
     sums = mechanism_of(plan, silos=num_silos, sensitivity=sensitivity)
-    return uldp_avg_guarantees(sums, run, hidden_draw=hidden_draw)
+    return uldp_avg_guarantees(sums, run, SumTerms(hidden_draw=hidden_draw))
 
 
 def naive_guarantees(*, rounds=10, noise_multiplier=5.0, **facts):
@@ -208,7 +208,7 @@ MODELS, SUMS, UPLOADS = (
 )
 
 
-@pytest.mark.parametrize("hidden", ["", TRANSFER])
+@pytest.mark.parametrize("hidden", [None, TRANSFER])
 @pytest.mark.parametrize("sampling", [FullParticipation(100), PoissonSampling(100, 0.3)])
 def test_each_promise_of_averaging_names_what_it_rests_on_and_nothing_else(sampling, hidden):
     guarantees = averaging_guarantees(
@@ -240,7 +240,7 @@ def test_what_a_method_leaves_out_is_said_of_all_that_is_provable():
         assert ("scores" in guarantee.not_covered) == (guarantee.basis == "provable")
 
 
-@pytest.mark.parametrize("hidden", ["", TRANSFER])
+@pytest.mark.parametrize("hidden", [None, TRANSFER])
 @pytest.mark.parametrize("weighting", ["equal", "by-records"])
 @pytest.mark.parametrize("sampling", [FullParticipation(100), PoissonSampling(100, 0.3)])
 def test_a_user_that_moves_a_sum_further_gets_a_weaker_promise(sampling, weighting, hidden):
@@ -297,7 +297,8 @@ def test_a_lying_server_sees_only_the_noise_of_honest_answers(weighting, signed)
     assert parameters.honest_answers == (6 if signed else 8)
     part = parameters.honest_answers / parameters.least_answers if weighting != "equal" else 1
     seen = replace(mechanism, noise_multiplier=mechanism.noise_multiplier * math.sqrt(part))
-    claims = uldp_avg_guarantees(mechanism, run, hidden_draw=drawn_by_silos(mechanism, 10))
+    by_silos = SumTerms(hidden_draw=drawn_by_silos(mechanism, 10))
+    claims = uldp_avg_guarantees(mechanism, run, by_silos)
     (of_sums,) = (c for c in claims if c.view is AdversaryView.SUM_ONLY and c.basis == "provable")
     expected = privacy_loss_of({seen.release: 10}, delta=mechanism.delta).epsilon
     assert of_sums.epsilon == pytest.approx(expected, rel=1e-9)
