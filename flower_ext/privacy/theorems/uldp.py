@@ -292,19 +292,17 @@ def _losses_to_server(
 
     A description follows each loss. ``is_hidden`` is True if the server does not know the sample.
     """
-    masked, sigma = mechanism.masked, mechanism.noise_multiplier
+    masked = mechanism.masked
     is_equal = run.method.weighting == "equal"
     # For the accountant, one upload is a sum with less noise, so the same formulas hold.
     shares = (mechanism.silos or 1) if masked is None else masked.parameters.least_answers
-    spread = 1.0 if is_equal else math.sqrt(shares)
-    upload = replace(mechanism, noise_multiplier=sigma / spread)
+    of_upload = 1.0 if is_equal else 1 / math.sqrt(shares)
     if is_hidden:
         # A lying server can see a sum with the noise of honest silos only. With equal weights, a
         # sum of fewer silos also holds less of a user, so ε does not grow.
         part = 1.0 if is_equal else math.sqrt(mechanism.honest_noise)
-        honest = replace(mechanism, noise_multiplier=sigma * part)
-        sums, of_sums = amplified_loss(honest, run.participations)
-        uploads, of_uploads = amplified_loss(upload, run.participations)
+        sums, of_sums = amplified_loss(mechanism, run.participations, noise=part)
+        uploads, of_uploads = amplified_loss(mechanism, run.participations, noise=of_upload)
     else:
         # Releases with the whole weight of the most exposed user; see `Participations`.
         in_sums = run.participations.in_sums
@@ -315,12 +313,14 @@ def _losses_to_server(
         elif is_equal:  # collusion costs nothing (see the top of this module)
             in_sums *= mechanism.honest_noise
         sums, of_sums = exposed_loss(mechanism, run.participations, in_sums)
-        uploads, of_uploads = exposed_loss(upload, run.participations, in_uploads)
+        uploads, of_uploads = exposed_loss(
+            mechanism, run.participations, in_uploads, noise=of_upload
+        )
     share, masks_fall = "|S|", ""
     if masked is not None:
         share, masks_fall = "least answers", ", if no mask hides them"
         of_sums += ", without the noise of colluders"
-    of_share = "" if spread == 1 else f"/√{share}"
+    of_share = "" if of_upload == 1 else f"/√{share}"
     together = f"all uploads together: noise multiplier σ{of_share}; {of_uploads}{masks_fall}"
     return (sums, of_sums), (uploads, together)
 
@@ -380,7 +380,7 @@ def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
     else:
         view, accountant, remark = AdversaryView.RELEASED_MODELS, "RDP", " and Remark 1"
         # The theorem covers no approximation error of a protocol, and no second upload of a user.
-        release = replace(mechanism, sensitivity=1.0, approximation_error=0.0).release
+        release = replace(mechanism.release, noise_multiplier=sigma, approximation_error=0.0)
         epsilon = privacy_loss_of({release: rounds}, delta=delta, accountant="rdp").epsilon
         assumptions = ("who was sampled stays secret",)
     return user_claims(delta).published(

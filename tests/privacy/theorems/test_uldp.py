@@ -285,6 +285,17 @@ def test_a_person_with_two_numbers_has_a_group_of_twos_epsilon(sampling):
         assert epsilon == pytest.approx(twice_as_far, rel=0.01)
 
 
+@pytest.mark.parametrize("hidden", [None, TRANSFER])
+def test_the_least_noise_of_secure_sums_gets_its_guarantee_for_each_upload_too(hidden):
+    """A share of this noise is too small for a sum, but nobody runs a sum with it."""
+    least = plan(noise_multiplier=1.3e-4, noise_placement=SecureSum())
+    run = {"num_silos": 16, "rounds": 3, "weighting": "by-records", "hidden_draw": hidden}
+    epsilons = provable_by_view(averaging_guarantees(least, **run))
+    answers = mechanism_of(least, silos=16).masked.parameters.least_answers
+    of_share = gaussian_loss(1.3e-4 / math.sqrt(answers), releases=3, delta=DELTA).epsilon
+    assert epsilons[UPLOADS] == pytest.approx(of_share)
+
+
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("weighting", ["equal", "by-records"])
 def test_a_lying_server_sees_only_the_noise_of_honest_answers(weighting, signed):
