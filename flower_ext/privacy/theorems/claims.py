@@ -143,6 +143,18 @@ def _answers(participations: Participations) -> str:
     return "".join(f", {n} sums of {query}" for query, n in participations.answers.items())
 
 
+def share_words(mechanism: NoisedSum, shares: str, *, uploads: str) -> tuple[str, str, str]:
+    """Return words on clients' shares of the noise, for descriptions of losses to the server.
+
+    The first is the number of shares that carry the whole noise; without a secure sum, it is
+    ``shares``. The others end the description of a loss from sums, and of a loss from uploads.
+    ``uploads`` is the pronoun for these uploads.
+    """
+    if mechanism.secure_sum is None:
+        return shares, "", ""
+    return "least answers", ", without the noise of colluders", f", if no mask hides {uploads}"
+
+
 def noise_assumption(secure: bool) -> str:
     """Return the assumption about noise; ``secure`` is False if the noise comes from a seed."""
     if secure:

@@ -29,6 +29,7 @@ from flower_ext.privacy.theorems.claims import (
     noise_assumption,
     of_secure_sum,
     others_noise,
+    share_words,
 )
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation
 
@@ -104,20 +105,14 @@ def client_level_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guara
 
     in_sums, of_sums = exposed_loss(mechanism, participations, participations.in_sums)
     in_uploads, of_uploads = exposed_loss(mechanism, participations, participations.in_uploads)
-    hidden: tuple[str, ...] = (WHOLE_UPLOADS, NO_SECURE_SUM)
-    share, masks_fall = "cohort", ""
-    if mechanism.secure_sum is not None:
-        hidden, share, masks_fall = (
-            of_secure_sum(mechanism),
-            "least answers",
-            ", if no mask hides it",
-        )
-        of_sums += ", without the noise of colluders"
-    of_uploads = f"noise multiplier σ/√{share} of a single upload; {of_uploads}{masks_fall}"
+    shares, honest, unmasked = share_words(mechanism, "cohort", uploads="it")
+    single = f"noise multiplier σ/√{shares} of a single upload; {of_uploads}{unmasked}"
+    masked = mechanism.secure_sum is not None
+    hidden = of_secure_sum(mechanism) if masked else (WHOLE_UPLOADS, NO_SECURE_SUM)
     return [
         models,
-        claims.provable(AdversaryView.SUM_ONLY, in_sums, of_sums, *hidden),
-        claims.provable(AdversaryView.EACH_UPLOAD, in_uploads, of_uploads),
+        claims.provable(AdversaryView.SUM_ONLY, in_sums, of_sums + honest, *hidden),
+        claims.provable(AdversaryView.EACH_UPLOAD, in_uploads, single),
     ]
 
 

@@ -75,6 +75,7 @@ from flower_ext.privacy.theorems.claims import (
     noise_assumption,
     of_secure_sum,
     others_noise,
+    share_words,
 )
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
@@ -316,13 +317,10 @@ def _losses_to_server(
         uploads, of_uploads = exposed_loss(
             mechanism, run.participations, in_uploads, noise=of_upload
         )
-    share, masks_fall = "|S|", ""
-    if masked is not None:
-        share, masks_fall = "least answers", ", if no mask hides them"
-        of_sums += ", without the noise of colluders"
-    of_share = "" if of_upload == 1 else f"/√{share}"
-    together = f"all uploads together: noise multiplier σ{of_share}; {of_uploads}{masks_fall}"
-    return (sums, of_sums), (uploads, together)
+    number, honest, unmasked = share_words(mechanism, "|S|", uploads="them")
+    of_share = "" if of_upload == 1 else f"/√{number}"
+    together = f"all uploads together: noise multiplier σ{of_share}; {of_uploads}{unmasked}"
+    return (sums, of_sums + honest), (uploads, together)
 
 
 def drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
