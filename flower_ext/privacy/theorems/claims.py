@@ -257,6 +257,8 @@ OWN_GRADIENTS = (
     "proof)"
 )
 """The assumption about DP-SGD on models for whose layers it is not proved."""
+AS_INSTRUCTED = "clients train, clip and add noise as instructed"
+PUBLIC_SIZES = "the planned rounds and each client's number of examples are public"
 LOADS = "no single record keeps a client from loading its data (Task.data)"
 """The assumption that no single record decides whether a client answers."""
 OUTLIVES = (

@@ -40,9 +40,11 @@ from flower_ext.privacy.mechanisms.protections import (
 )
 from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.claims import (
+    AS_INSTRUCTED,
     LOADS,
     ON_A_GRID,
     OUTLIVES,
+    PUBLIC_SIZES,
     Claims,
     noise_assumption,
 )
@@ -320,9 +322,9 @@ def perturbation_guarantees(
         relation=NeighboringRelation.REPLACE_ONE,
         delta=delta,
         assumptions=(
-            "clients train, clip and add noise as instructed",
+            AS_INSTRUCTED,
             *finite,
-            "the planned rounds and each client's number of examples are public",
+            PUBLIC_SIZES,
             "bounds on the loss hold for every possible record",
             LOADS,
             OUTLIVES,
