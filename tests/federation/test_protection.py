@@ -59,7 +59,10 @@ from flower_ext.privacy.mechanisms.protections import (
 )
 from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
-from flower_ext.privacy.theorems.upcycled import perturbation_guarantees, upcycled_theorem_6_3
+from flower_ext.privacy.theorems.upcycled_theorem import (
+    perturbation_guarantees,
+    upcycled_theorem_6_3,
+)
 from flower_ext.training import LocalTraining, Task
 from tests.support import worlds
 from tests.support.jobs import train_one

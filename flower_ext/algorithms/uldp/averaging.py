@@ -68,7 +68,7 @@ from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
-from flower_ext.privacy.theorems.uldp import (
+from flower_ext.privacy.theorems.uldp_theorem import (
     Weighting,
     check_silos_can_draw,
     drawn_by_silos,

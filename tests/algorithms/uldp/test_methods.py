@@ -41,7 +41,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.run_summary import RunSummary, SumTerms
-from flower_ext.privacy.theorems.uldp import uldp_avg_guarantees, uldp_closed_form
+from flower_ext.privacy.theorems.uldp_theorem import uldp_avg_guarantees, uldp_closed_form
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
 from tests.support.grids import grid
 from tests.support.plans import mechanism_of

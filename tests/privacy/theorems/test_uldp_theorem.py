@@ -19,14 +19,14 @@ from flower_ext.privacy import (
     privacy_loss_of,
 )
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary, SumTerms
-from flower_ext.privacy.theorems.uldp import (
+from flower_ext.privacy.theorems.uldp_group_theorem import uldp_group_guarantees
+from flower_ext.privacy.theorems.uldp_theorem import (
     drawn_by_silos,
     sums_of_users,
     uldp_avg_guarantees,
     uldp_closed_form,
     uldp_naive_guarantees,
 )
-from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
 from tests.support.guarantees import by_basis
 from tests.support.plans import mechanism_of
 from tests.support.run_summary import run_summary, worst_case
