@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.events import PrivacyLoss
+from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.accounting.sampling import (
     FixedSizeSampling,
     FullParticipation,
@@ -96,13 +97,19 @@ def client_level_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guara
         "the server follows the protocol and keeps uploads to itself",
         relation=mechanism.release.relation,
     )
-    if by_server:
+    return [models, *_against_server(mechanism, participations, claims)]
+
+
+def _against_server(
+    mechanism: NoisedSum, participations: Participations, claims: Claims
+) -> list[Guarantee]:
+    """Return the guarantees against a server that sees sums, and one that sees each upload."""
+    if mechanism.noised_by_server:
         nothing = replace(claims, assumptions=(), not_covered=())
         loss = PrivacyLoss(epsilon=math.inf, delta=mechanism.delta, accountant="none")
         source = "the server adds the noise after it has seen the uploads"
         views = (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD)
-        return [models, *(nothing.provable(view, loss, source) for view in views)]
-
+        return [nothing.provable(view, loss, source) for view in views]
     in_sums, of_sums = exposed_loss(mechanism, participations, participations.in_sums)
     in_uploads, of_uploads = exposed_loss(mechanism, participations, participations.in_uploads)
     shares, honest, unmasked = share_words(mechanism, "cohort", uploads="it")
@@ -110,7 +117,6 @@ def client_level_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guara
     masked = mechanism.secure_sum is not None
     hidden = of_secure_sum(mechanism) if masked else (WHOLE_UPLOADS, NO_SECURE_SUM)
     return [
-        models,
         claims.provable(AdversaryView.SUM_ONLY, in_sums, of_sums + honest, *hidden),
         claims.provable(AdversaryView.EACH_UPLOAD, in_uploads, single),
     ]

@@ -38,7 +38,7 @@ the silos, so sampling amplifies nothing against a server that sees sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
@@ -239,7 +239,6 @@ def uldp_avg_guarantees(
     one_by_one : Sequence[bool]
         The answer of each silo: True if it trains its users one by one, and not in batches.
     """
-    rounds, is_hidden = run.participations.rounds, terms.hidden_draw is not None
     claims = user_claims(
         mechanism.delta,
         *_parties(mechanism),
@@ -250,29 +249,15 @@ def uldp_avg_guarantees(
         *mechanism.assumptions,
         not_covered=run.not_covered,
     )
-    hidden_sample: tuple[str, ...] = ()
-    if not isinstance(mechanism.sampling, FullParticipation):
-        drawn = draw_assumption("sampled users", run.secure_cohorts or is_hidden)
-        hidden_sample = (HIDDEN_DRAW, drawn)
-    from_server = () if terms.hidden_draw is None else (terms.hidden_draw,)
-    sums, uploads = _losses_to_server(mechanism, run, is_hidden)
+    sums, uploads = _losses_to_server(mechanism, run, terms.hidden_draw is not None)
     losses = {
         AdversaryView.RELEASED_MODELS: amplified_loss(mechanism, run.participations),
         AdversaryView.SUM_ONLY: sums,
         AdversaryView.EACH_UPLOAD: uploads,
     }
-    of_view = {
-        AdversaryView.RELEASED_MODELS: (
-            _two_numbers(mechanism.release, rounds, mechanism.delta),
-            "the server follows the protocol and keeps sums and uploads to itself",
-            *others_noise(mechanism),
-            *hidden_sample,
-        ),
-        AdversaryView.SUM_ONLY: (*_hidden_sum(mechanism, terms), *from_server),
-        AdversaryView.EACH_UPLOAD: from_server,
-    }
+    of_view = _assumptions_by_view(mechanism, run, terms)
     return [
-        _theorem_5(mechanism, rounds),
+        _theorem_5(mechanism, run.participations.rounds),
         *(
             claims.provable(
                 view,
@@ -284,6 +269,27 @@ def uldp_avg_guarantees(
             for view, loss in losses.items()
         ),
     ]
+
+
+def _assumptions_by_view(
+    mechanism: NoisedSum, run: RunSummary, terms: SumTerms
+) -> Mapping[AdversaryView, Sequence[str]]:
+    """Return the assumptions of the provable guarantee of ULDP-AVG against each adversary."""
+    hidden_sample: tuple[str, ...] = ()
+    if not isinstance(mechanism.sampling, FullParticipation):
+        is_secret = run.secure_cohorts or terms.hidden_draw is not None
+        hidden_sample = (HIDDEN_DRAW, draw_assumption("sampled users", is_secret))
+    from_server = () if terms.hidden_draw is None else (terms.hidden_draw,)
+    return {
+        AdversaryView.RELEASED_MODELS: (
+            _two_numbers(mechanism.release, run.participations.rounds, mechanism.delta),
+            "the server follows the protocol and keeps sums and uploads to itself",
+            *others_noise(mechanism),
+            *hidden_sample,
+        ),
+        AdversaryView.SUM_ONLY: (*_hidden_sum(mechanism, terms), *from_server),
+        AdversaryView.EACH_UPLOAD: from_server,
+    }
 
 
 def _losses_to_server(
