@@ -52,7 +52,7 @@ from flower_ext.checks import Checked, Positive, ProperFraction
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.bounds import ClippedSum, clip, clip_each_row
 from flower_ext.privacy.mechanisms.quantization import squared_norms_of_rows
-from flower_ext.privacy.mechanisms.updates import NamedArrays, as_float64, l2_norm
+from flower_ext.privacy.mechanisms.updates import NamedArrays, flat_rows, l2_norm
 
 SIDE = "adaptive-clipping-side"
 """Name of the array that holds κ·side in an upload, in a sum and in a mean."""
@@ -159,8 +159,7 @@ def rows_with_sides(rows: NamedArrays, update_norm: float, weight: float) -> dic
     No bit of a row's side depends on other rows.
     """
     clipped = clip_each_row(rows, update_norm)
-    namespace, count = api.array_namespace(*rows.values()), len(next(iter(rows.values())))
-    flat = [namespace.reshape(as_float64(array), (count, -1)) for array in rows.values()]
+    namespace, flat = api.array_namespace(*rows.values()), [*flat_rows(rows).values()]
     with np.errstate(over="ignore"):
         norms = namespace.sqrt(squared_norms_of_rows(namespace.concat(flat, axis=1)))
     sides = namespace.where(norms <= update_norm, weight / 2, -weight / 2)

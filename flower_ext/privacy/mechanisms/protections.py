@@ -26,6 +26,7 @@ from flower_ext.privacy.mechanisms.updates import (
     check_arrays,
     in_float64,
     in_precision_of,
+    split_into,
 )
 
 
@@ -282,12 +283,9 @@ class ObjectivePerturbation(Checked, Protection):
     def direction(self, like: NamedArrays, noise: NoiseSource) -> dict[str, np.ndarray]:
         """Draw the noise n as float64 arrays with the names and shapes of ``like``."""
         check_arrays(like)
-        sizes = [math.prod(array.shape) for array in like.values()]
-        parts = np.split(noise.gamma_direction(sum(sizes), 1 / self.rate), np.cumsum(sizes)[:-1])
-        return {
-            name: part.reshape(tuple(array.shape))
-            for (name, array), part in zip(like.items(), parts, strict=True)
-        }
+        shapes = {name: tuple(array.shape) for name, array in like.items()}
+        size = sum(map(math.prod, shapes.values()))
+        return split_into(shapes, noise.gamma_direction(size, 1 / self.rate))
 
 
 _UNBOUNDED = "no bound"
