@@ -18,7 +18,7 @@ from flower_ext.checks import Checked, Positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.adaptive_clipping import rows_with_sides, with_side
 from flower_ext.privacy.mechanisms.bounds import BoundedSum, UnitSum, clip, sum_clipped_rows
-from flower_ext.privacy.mechanisms.discrete_gaussian import worth
+from flower_ext.privacy.mechanisms.discrete_gaussian import continuous_stddev
 from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm
 from flower_ext.privacy.mechanisms.quantization import in_cells, sum_rows_in_cells
 from flower_ext.privacy.mechanisms.updates import (
@@ -155,7 +155,8 @@ class ClipAndNoise(_Noised):
         """
         if self.cell is None:
             return super().noise_multiplier
-        return worth(self.noise_stddev / self.cell) * self.cell / self.clipping_norm
+        continuous = continuous_stddev(self.noise_stddev / self.cell) * self.cell
+        return continuous / self.clipping_norm
 
     def released(self, upload: NamedArrays, noise: NoiseSource) -> NamedArrays:
         """Return the clipped update with noise; if ``cell`` is given, as int64 numbers of cells."""
