@@ -495,7 +495,7 @@ def test_what_is_protected_is_known_from_the_facts():
         assert not protection.bounds_uploads
 
 
-SIDED = {"clipping_norm": 1.0, "noise_stddev": 0.5, "update_norm": 0.8, "side_weight": 0.3}
+SIDED = {"clipping_norm": 1.0, "noise_stddev": 0.5, "adaptive_norm": 0.8, "side_weight": 0.3}
 PROTECTIONS = [
     ClipAndNoise(clipping_norm=1.0, noise_stddev=0.5, noise_grid=2.0**-20),
     ClipAndNoise(**SIDED),

@@ -109,7 +109,7 @@ class ClipAndNoise(_Noised):
     Parameters
     ----------
     clipping_norm : float
-        Norm bound: C, or C' of `adaptive_clipping` if ``update_norm`` is given.
+        Norm bound: C, or C' of `adaptive_clipping` if ``adaptive_norm`` is given.
     noise_stddev : float
         Standard deviation of this client's share of the noise.
     cell : float, optional
@@ -121,25 +121,25 @@ class ClipAndNoise(_Noised):
     noise_grid : float, optional
         Step of the grid to which an upload without ``cell`` is rounded; it must be the same for all
         clients and rounds. By default `noise_grid` of ``noise_stddev``.
-    update_norm, side_weight : float, optional
+    adaptive_norm, side_weight : float, optional
         C and κ of `adaptive_clipping`. If they are given, the upload includes κ·side, a number that
         says whether the update is longer than C.
 
     Raises
     ------
     InvalidValue
-        Only one of ``update_norm`` and ``side_weight`` is given, or both of ``cell`` and
+        Only one of ``adaptive_norm`` and ``side_weight`` is given, or both of ``cell`` and
         ``noise_grid`` are given.
     """
 
     cell: float | None = None
     of_units: bool = False
     noise_grid: float | None = None
-    update_norm: float | None = None
+    adaptive_norm: float | None = None
     side_weight: float | None = None
 
     def __post_init__(self) -> None:
-        for name, other in (("update_norm", "side_weight"), ("side_weight", "update_norm")):
+        for name, other in (("adaptive_norm", "side_weight"), ("side_weight", "adaptive_norm")):
             if getattr(self, name) is None and getattr(self, other) is not None:
                 raise InvalidValue(f"{name}=None: expected a number, because {other} needs it")
         if self.cell is not None and self.noise_grid is not None:
@@ -188,7 +188,7 @@ class ClipAndNoise(_Noised):
 
     @property
     def _side(self) -> tuple[float, float] | None:
-        norm, weight = self.update_norm, self.side_weight
+        norm, weight = self.adaptive_norm, self.side_weight
         return None if norm is None or weight is None else (norm, weight)
 
 
