@@ -286,7 +286,7 @@ def test_a_person_with_two_numbers_has_a_group_of_twos_epsilon(sampling):
 
 
 @pytest.mark.parametrize("hidden", [None, TRANSFER])
-def test_the_least_noise_of_secure_sums_gets_its_guarantee_for_each_upload_too(hidden):
+def test_the_least_noise_in_secure_sums_has_a_guarantee_for_each_upload(hidden):
     """A share of this noise is too small for a sum, but nobody runs a sum with it."""
     least = plan(noise_multiplier=1.3e-4, noise_placement=SecureSum())
     run = {"num_silos": 16, "rounds": 3, "weighting": "by-records", "hidden_draw": hidden}
