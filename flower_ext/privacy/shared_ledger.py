@@ -17,11 +17,10 @@ from typing import Any
 
 from flower_ext.errors import InvalidValue
 from flower_ext.json_record import NOT_WRITTEN, JsonRecord
-from flower_ext.privacy.account_entries import EntryKind, charges_in
 from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.guarantee import Guarantee, epsilon_text
 from flower_ext.privacy.ledger import Budget, BudgetExhausted, Ledger, LedgerFile
-from flower_ext.privacy.study_composition import total_spent
+from flower_ext.privacy.study_composition import CHARGE, CLAIMS, DISCLOSURE, REPEAT, total_spent
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 
 
@@ -66,18 +65,18 @@ def charge(path: Path, new: Charge, budget: Budget) -> list[dict[str, Any]]:
     The function writes nothing if the round would exceed ``budget`` (`BudgetExhausted`), or if the
     account has another unit or relation (`DoesNotCompose`).
     """
+    line = {**_charge_to_dict(new), "budget": {"epsilon": budget.epsilon, "delta": budget.delta}}
     same = {"run": new.run, "query": new.query, "training": new.training}
     with closing(LedgerFile(path, wait=True)) as account:
         _check_relation(path, account.entries, new)
         if new.repeatable and any(
-            entry["kind"] == EntryKind.CHARGE and same.items() <= entry.items()
-            for entry in account.entries
+            entry["kind"] == CHARGE and same.items() <= entry.items() for entry in account.entries
         ):
-            account.append(EntryKind.REPEAT, same)
+            account.append(REPEAT, same)
         else:
             # Under the lock, so that two simultaneous runs cannot both take the rest of the budget.
             _check_budget(path, account.entries, new, budget)
-            account.append(EntryKind.CHARGE, _charge_to_dict(new, budget))
+            account.append(CHARGE, line)
         return account.entries
 
 
@@ -101,27 +100,22 @@ def note_claims(path: Path, claims: Sequence[Guarantee], **identity: str) -> Non
     ``identity`` has ``run``, ``method``, ``name`` and ``start``, as in `Charge`.
     """
     spends = [{**_spend_to_dict(claim), "guarantee": claim.to_dict()} for claim in claims]
-    _note_once(path, EntryKind.CLAIMS, {**identity, "claims": spends})
+    _note_once(path, CLAIMS, {**identity, "claims": spends})
 
 
 def note_disclosure(path: Path, *, run: str, method: str, name: str = "", what: str) -> None:
     """Record, once per run, a disclosure that no ε covers, such as "a pilot without noise"."""
-    line = {"run": run, "method": method, "name": name, "what": what}
-    _note_once(path, EntryKind.DISCLOSURE, line)
+    _note_once(path, DISCLOSURE, {"run": run, "method": method, "name": name, "what": what})
 
 
-def _note_once(path: Path, kind: EntryKind, line: Mapping[str, Any]) -> None:
+def _note_once(path: Path, kind: str, line: Mapping[str, Any]) -> None:
     with closing(LedgerFile(path, wait=True)) as account:
         if not any(line.items() <= entry.items() for entry in account.entries):
             account.append(kind, line)
 
 
-def _charge_to_dict(new: Charge, budget: Budget) -> dict[str, Any]:
-    return {
-        **new.to_dict(),
-        "claims": [_spend_to_dict(claim) for claim in new.claims],
-        "budget": {"epsilon": budget.epsilon, "delta": budget.delta},
-    }
+def _charge_to_dict(new: Charge) -> dict[str, Any]:
+    return {**new.to_dict(), "claims": [_spend_to_dict(claim) for claim in new.claims]}
 
 
 def _spend_to_dict(claim: Guarantee) -> dict[str, Any]:
@@ -138,24 +132,23 @@ def _spend_to_dict(claim: Guarantee) -> dict[str, Any]:
 
 
 def _check_relation(path: Path, entries: Sequence[dict[str, Any]], new: Charge) -> None:
-    first = next(charges_in(entries), None)
-    if first is not None and (first.unit, first.relation) != (new.unit, new.relation):
+    first = next((entry for entry in entries if entry["kind"] == CHARGE), None)
+    if first is not None and (first["unit"], first["relation"]) != (new.unit, new.relation):
         raise DoesNotCompose(
-            f"{path} has the privacy unit {first.unit.value!r} and the relation "
-            f"{first.relation.value!r}, but this run has the unit {new.unit.value!r} and the "
-            f"relation {new.relation.value!r}: no single ε covers both; keep a separate account "
-            "for each, or plan the run with the unit and the relation of the account"
+            f"{path} has the privacy unit {first['unit']!r} and the relation "
+            f"{first['relation']!r}, but this run has the unit {new.unit.value!r} and the relation "
+            f"{new.relation.value!r}: no single ε covers both; keep a separate account for each, "
+            "or plan the run with the unit and the relation of the account"
         )
 
 
 def _check_budget(
     path: Path, entries: Sequence[dict[str, Any]], new: Charge, budget: Budget
 ) -> None:
-    line = {**_charge_to_dict(new, budget), "kind": EntryKind.CHARGE}
-    epsilon = total_spent([*entries, line], budget.delta)
+    epsilon = total_spent([*entries, {**_charge_to_dict(new), "kind": CHARGE}], budget.delta)
     if epsilon <= budget.epsilon:
         return
-    runs = {charge.run for charge in charges_in(entries)}
+    runs = {entry["run"] for entry in entries if entry["kind"] == CHARGE}
     if not runs:
         why = "the first round alone exceeds it; plan more noise"
     elif math.isinf(epsilon):

@@ -12,23 +12,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flower_ext.privacy.account_entries import (
-    ChargeEntry,
-    ClaimsEntry,
-    EntryKind,
-    SpendEntry,
-    disclosures_in,
-)
 from flower_ext.privacy.accounting.accountant import joint_loss
 from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
+CHARGE, REPEAT, DISCLOSURE, CLAIMS = "charge", "repeat", "uncovered", "claims"
+"""Kinds of an account's entries: a round's spend, a repeated round, a disclosure that no ε covers,
+and a run's guarantees."""
 WITHOUT_NOISE = "training without noise"
 """Description in the entry of a run that promises nothing against any adversary."""
 FIXED_PLANS = "the plan of every run was fixed before the first run"
@@ -68,21 +64,22 @@ def study_guarantees(
     then names the runs that it covers. ``study`` names the account.
     """
     runs = runs_of(entries)
-    disclosures = disclosures_in(entries)
-    unnoised_runs = sorted({entry.label for entry in disclosures if entry.what == WITHOUT_NOISE})
-    texts = [f"{entry.what} ({entry.label})" for entry in disclosures]
+    bare = sorted({label_of(entry) for entry in entries if entry.get("what") == WITHOUT_NOISE})
+    disclosures = [
+        f"{entry['what']} ({label_of(entry)})" for entry in entries if entry["kind"] == DISCLOSURE
+    ]
     views = {view for run in runs for view in run.views}
     guarantees = []
     for view in (view for view in AdversaryView if view in views):
         parts = [(run, run.against(view)) for run in runs]
         relations = list(dict.fromkeys(part.relation for _, part in parts if part.relation))
-        relations = relations or [runs[0].charges[0].relation]
+        relations = relations or [NeighboringRelation(runs[0].charges[0]["relation"])]
         for relation in relations:
             # A run without a guarantee is part of the total under every relation.
             members = [(run, part) for run, part in parts if part.relation in (relation, None)]
             known = [run for run, _ in members]
             loss = _joint([part for _, part in members], delta)
-            nothing = unnoised_runs + [run.label for run, part in members if part.is_unbounded]
+            nothing = bare + [run.label for run, part in members if part.is_unbounded]
             if nothing:
                 loss = PrivacyLoss(epsilon=math.inf, delta=delta, accountant="none")
             source = f"{study}, all runs together"
@@ -96,7 +93,7 @@ def study_guarantees(
                 relation=relation,
                 delta=delta,
                 assumptions=(FIXED_PLANS, *_shared_texts(known, view, "assumptions")),
-                not_covered=(*texts, *_shared_texts(known, view, "not_covered")),
+                not_covered=(*disclosures, *_shared_texts(known, view, "not_covered")),
             )
             guarantees.append(claims.provable(view, loss, source))
     return guarantees
@@ -114,16 +111,16 @@ def spent_by_run(entries: Sequence[dict[str, Any]]) -> list[RunSpend]:
             # queries together. Only the `RunSpend` of the training has this ε.
             newest, views = charges[-1], set[AdversaryView]() if query else run.views
             part = replace(run, by_query={query: charges}).against(_MODELS)
-            delta = newest.delta if part.releases else sum(s.delta for s in part.spends)
+            delta = newest["delta"] if part.releases else sum(s.delta for s in part.spends)
             epsilons = {
-                view: _joint([run.against(view)], newest.delta).epsilon
+                view: _joint([run.against(view)], newest["delta"]).epsilon
                 for view in AdversaryView
                 if view in views
             }
             spends.append(
                 RunSpend(
-                    label=newest.label,
-                    method=f"{newest.method}, {query}" if query else newest.method,
+                    label=label_of(newest),
+                    method=f"{newest['method']}, {query}" if query else newest["method"],
                     rounds=len(charges),
                     epsilon=_joint([part], delta).epsilon,
                     delta=delta,
@@ -131,8 +128,9 @@ def spent_by_run(entries: Sequence[dict[str, Any]]) -> list[RunSpend]:
                 )
             )
     return spends + [
-        RunSpend(label=entry.label, method=entry.method, what=entry.what)
-        for entry in disclosures_in(entries)
+        RunSpend(label=label_of(entry), method=entry["method"], what=entry["what"])
+        for entry in entries
+        if entry["kind"] == DISCLOSURE
     ]
 
 
@@ -157,80 +155,80 @@ class RunCharges:
     """
 
     label: str
-    by_query: dict[str, list[ChargeEntry]] = field(default_factory=dict)
+    by_query: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """The charges for each query, by its name; training rounds have the empty name."""
-    stretches: list[dict[AdversaryView, SpendEntry]] = field(default_factory=list)
+    stretches: list[dict[str, Any]] = field(default_factory=list)
     """For each stretch, the newest (ε, δ) for each view. It covers the whole stretch."""
     starts: list[set[str]] = field(default_factory=list)
-    guarantees: Mapping[AdversaryView, Mapping[str, Any]] = field(default_factory=dict)
+    guarantees: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def add(self, charge: ChargeEntry) -> None:
-        """Add a charge."""
-        charges = self.by_query.setdefault(charge.query, [])
-        if not self.stretches or (charges and charge.training <= charges[-1].training):
+    def add(self, entry: dict[str, Any]) -> None:
+        """Add the entry of a charge."""
+        charges = self.by_query.setdefault(entry["query"], [])
+        if not self.stretches or (charges and entry["training"] <= charges[-1]["training"]):
             self.stretches.append({})
             self.starts.append(set())
-        charges.append(charge)
-        self.starts[-1].add(charge.start)
-        spends = charge.spends
-        if not spends and charge.release is None:
-            alone = SpendEntry(
-                view=_MODELS, relation=charge.relation, epsilon=charge.epsilon, delta=charge.delta
-            )
-            spends = (alone,)
-        self._cover(len(self.stretches) - 1, spends)
+        charges.append(entry)
+        self.starts[-1].add(entry["start"])
+        claims = entry["claims"]
+        if not claims and entry["release"] is None:
+            claims = [{**entry, "view": _MODELS, "releases": None}]
+        self._cover(len(self.stretches) - 1, claims)
 
-    def note(self, claims: ClaimsEntry) -> None:
+    def note(self, entry: dict[str, Any]) -> None:
         """Add an entry's guarantees, which cover the rounds that the entry's process charged."""
-        charged = [index for index, starts in enumerate(self.starts) if claims.start in starts]
+        charged = [place for place, starts in enumerate(self.starts) if entry["start"] in starts]
         if self.stretches:
-            self._cover(charged[-1] if charged else -1, claims.spends)
-        self.guarantees = claims.guarantees
+            self._cover(charged[-1] if charged else -1, entry["claims"])
+        self.guarantees = {claim["view"]: claim["guarantee"] for claim in entry["claims"]}
 
-    def _cover(self, index: int, spends: Sequence[SpendEntry]) -> None:
-        stretch = self.stretches[index]
-        for spend in spends:
-            before = stretch.get(spend.view)
-            # Keep the larger ε, because another process of a copied run may have charged more.
-            if before is None or spend.epsilon >= before.epsilon:
-                stretch[spend.view] = spend
+    def _cover(self, place: int, claims: Sequence[dict[str, Any]]) -> None:
+        stretch = self.stretches[place]
+        for claim in claims:
+            before = stretch.get(claim["view"], {"epsilon": 0.0})
+            # Keep the larger ε, because another process of a copied run may have charged more. An
+            # entry without ε stands for an infinite one.
+            new, old = (math.inf if c["epsilon"] is None else c["epsilon"] for c in (claim, before))
+            if new >= old:
+                stretch[claim["view"]] = claim
 
     @property
-    def charges(self) -> list[ChargeEntry]:
+    def charges(self) -> list[dict[str, Any]]:
         """All charges."""
         return [charge for charges in self.by_query.values() for charge in charges]
 
     @property
     def unit(self) -> PrivacyUnit:
         """The privacy unit."""
-        return self.charges[0].unit
+        return PrivacyUnit(self.charges[0]["unit"])
 
     @property
     def views(self) -> set[AdversaryView]:
         """The views against which the account has a guarantee of this run."""
-        return {_MODELS, *(view for stretch in self.stretches for view in stretch)}
+        return {_MODELS, *(AdversaryView(view) for stretch in self.stretches for view in stretch)}
 
     def against(self, view: AdversaryView) -> _Part:
         """Return the run's contribution to the total privacy loss, for one adversary's view.
 
         It has the releases that count for this view, or (ε, δ) of rounds with unknown releases.
         """
-        if view is _MODELS and self.charges[0].release is not None:
-            made = Counter(charge.release for charge in self.charges if charge.release is not None)
-            return _Part(relation=self.charges[0].relation, releases=made)
+        if view is _MODELS and self.charges[0]["release"] is not None:
+            made = Counter(Release.from_dict(charge["release"]) for charge in self.charges)
+            return _Part(relation=NeighboringRelation(self.charges[0]["relation"]), releases=made)
         part = _Part(relation=None)
         for stretch in self.stretches:
-            spend = next((stretch[other] for other in view.at_least if other in stretch), None)
-            if spend is None or math.isinf(spend.epsilon):
+            claim = next((stretch[other] for other in view.at_least if other in stretch), None)
+            if claim is None or claim["epsilon"] is None:
                 return _Part(relation=None, is_unbounded=True)
-            part.relation = spend.relation
-            if (releases := spend.releases) is None:
+            part.relation = NeighboringRelation(claim["relation"])
+            if claim["releases"] is None:
                 loss = PrivacyLoss(
-                    epsilon=spend.epsilon, delta=spend.delta, accountant="one run alone"
+                    epsilon=claim["epsilon"], delta=claim["delta"], accountant="one run alone"
                 )
                 part.spends.append(loss)
             else:
-                part.releases.update(dict(releases))
+                for release, count in claim["releases"]:
+                    part.releases[Release.from_dict(release)] += count
         return part
 
     def texts(self, view: AdversaryView, name: str) -> list[str]:
@@ -238,20 +236,18 @@ class RunCharges:
 
         The list is empty if the account has no such guarantee.
         """
-        guarantees = (self.guarantees.get(other) for other in view.at_least)
-        guarantee = next(filter(None, guarantees), {})
-        return list(guarantee.get(name, ()))
+        kept = (self.guarantees[other] for other in view.at_least if other in self.guarantees)
+        return list(next(kept, {}).get(name, ()))
 
 
 def runs_of(entries: Sequence[dict[str, Any]]) -> list[RunCharges]:
     """Return the runs that charged an account, in the order of their first charges."""
     runs: dict[str, RunCharges] = {}
     for entry in entries:
-        if entry["kind"] == EntryKind.CHARGE:
-            charge = ChargeEntry.read(entry)
-            runs.setdefault(charge.run, RunCharges(label=charge.label)).add(charge)
-        elif entry["kind"] == EntryKind.CLAIMS and entry["run"] in runs:
-            runs[entry["run"]].note(ClaimsEntry.read(entry))
+        if entry["kind"] == CHARGE:
+            runs.setdefault(entry["run"], RunCharges(label=label_of(entry))).add(entry)
+        elif entry["kind"] == CLAIMS and entry["run"] in runs:
+            runs[entry["run"]].note(entry)
     return [*runs.values()]
 
 
@@ -275,3 +271,8 @@ def _shared_texts(runs: Sequence[RunCharges], view: AdversaryView, name: str) ->
         text if len(labels) == len(runs) else f"{text} (of {', '.join(labels)})"
         for text, labels in by_text.items()
     ]
+
+
+def label_of(entry: dict[str, Any]) -> str:
+    """Return the name of an entry's run directory, or the beginning of the run's id."""
+    return entry["name"] or str(entry["run"])[:8]

@@ -16,9 +16,10 @@ from typing import Any
 
 from flower_ext.checks import is_integer
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.account_entries import EntryKind, charges_in
 from flower_ext.privacy.ledger import LedgerFile
 from flower_ext.privacy.units import PrivacyUnit
+
+WITHDRAWN, FORGOTTEN = "withdrawn", "forgotten"
 
 
 def withdraw(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> list[dict[str, Any]]:
@@ -34,31 +35,33 @@ def withdraw(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> list[di
             "budget-ledger names"
         )
     with closing(LedgerFile(path, wait=True)) as account:
-        charges = list(charges_in(account.entries))
-        if charges and (charges[0].unit is PrivacyUnit.USER) != (unit is PrivacyUnit.USER):
-            right = "--user" if charges[0].unit is PrivacyUnit.USER else "--client"
+        charges = [entry for entry in account.entries if entry["kind"] == "charge"]
+        if charges and (charges[0]["unit"] == PrivacyUnit.USER) != (unit is PrivacyUnit.USER):
+            right = "--user" if charges[0]["unit"] == PrivacyUnit.USER else "--client"
             raise InvalidValue(
-                f"{path} is the account of a study that protects {charges[0].unit.value}s: "
-                f"expected {right} for these numbers"
+                f"{path} is the account of a study that protects {charges[0]['unit']}s: expected "
+                f"{right} for these numbers"
             )
-        populations = [charge.release.sampling.population for charge in charges if charge.release]
+        populations = [
+            charge["release"]["sampling"]["population"] for charge in charges if charge["release"]
+        ]
         for number in sorted(numbers):
             if not (is_integer(number) and 0 <= number < max(populations, default=math.inf)):
                 most = f" and below {max(populations)}" if populations else ""
                 raise InvalidValue(f"{unit.value}={number}: expected an integer >= 0{most}")
             if number not in withdrawn(account.entries):
-                account.append(EntryKind.WITHDRAWN, {"unit": unit, "number": number})
+                account.append(WITHDRAWN, {"unit": unit, "number": number})
         return account.entries
 
 
 def withdrawn(entries: Sequence[Mapping[str, Any]]) -> frozenset[int]:
     """Return the numbers of the users or clients that withdrew."""
-    return frozenset(entry["number"] for entry in entries if entry["kind"] == EntryKind.WITHDRAWN)
+    return frozenset(entry["number"] for entry in entries if entry["kind"] == WITHDRAWN)
 
 
 def forgotten(entries: Sequence[Mapping[str, Any]]) -> frozenset[int]:
     """Return the numbers of the clients whose memory is deleted, as their nodes confirmed."""
-    return frozenset(entry["number"] for entry in entries if entry["kind"] == EntryKind.FORGOTTEN)
+    return frozenset(entry["number"] for entry in entries if entry["kind"] == FORGOTTEN)
 
 
 def runs_in(entries: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -70,4 +73,4 @@ def note_forgotten(path: Path, numbers: Collection[int]) -> None:
     """Record that the nodes of these clients deleted the values that they kept between rounds."""
     with closing(LedgerFile(path, wait=True)) as account:
         for number in sorted(set(numbers) - forgotten(account.entries)):
-            account.append(EntryKind.FORGOTTEN, {"number": number})
+            account.append(FORGOTTEN, {"number": number})

@@ -28,8 +28,8 @@ from flower_ext.privacy import (
     epsilon_text,
     privacy_loss_of,
 )
-from flower_ext.privacy.account_entries import EntryKind
 from flower_ext.privacy.study_composition import (
+    CHARGE,
     RunSpend,
     spent_by_run,
     study_guarantees,
@@ -222,7 +222,7 @@ def _account_values(
         "runs": [_run_row(each) for each in runs],
         "disclosures": [f"{each.what} ({each.label})" for each in runs if each.epsilon is None],
     }
-    if charges := [entry for entry in entries if entry["kind"] == EntryKind.CHARGE]:
+    if charges := [entry for entry in entries if entry["kind"] == CHARGE]:
         budget = dict(charges[-1]["budget"])
         budget |= {} if epsilon is None else {"epsilon": epsilon}
         budget |= {} if delta is None else {"delta": delta}

@@ -21,12 +21,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from flower_ext.errors import InvalidValue
 from flower_ext.files import write_whole
 from flower_ext.privacy import AdversaryView, DpSgd, Ledger, PrivacyUnit, epsilon_text
-from flower_ext.privacy.account_entries import EntryKind, disclosures_in
 from flower_ext.privacy.accounting.accountant import joint_loss, privacy_loss_of
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.group_privacy import group_loss
-from flower_ext.privacy.study_composition import WITHOUT_NOISE, RunCharges, runs_of
-from flower_ext.privacy.withdrawal import forgotten, withdrawn
+from flower_ext.privacy.study_composition import WITHOUT_NOISE, RunCharges, label_of, runs_of
+from flower_ext.privacy.withdrawal import WITHDRAWN, forgotten, withdrawn
 
 _MODELS = AdversaryView.RELEASED_MODELS
 _NOTHING = "nothing can be claimed"
@@ -41,9 +40,9 @@ def statement(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> dict[s
             "account records as withdrawn; call withdraw first"
         )
     ends = [
-        index
-        for index, entry in enumerate(entries)
-        if entry["kind"] == EntryKind.WITHDRAWN and entry["number"] in numbers
+        place
+        for place, entry in enumerate(entries)
+        if entry["kind"] == WITHDRAWN and entry["number"] in numbers
     ]
     # Until the last of the person's numbers is withdrawn, rounds may use records under it.
     before = entries[: max(ends)]
@@ -55,16 +54,15 @@ def statement(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> dict[s
         memory = "the node has not confirmed yet; the study's next run asks it to delete its memory"
     runs, size = runs_of(before), len(set(numbers))
     whole = unit is PrivacyUnit.USER or all(run.unit is unit for run in runs)
-    disclosures = disclosures_in(before)
-    unnoised = {entry.label: entry for entry in disclosures if entry.what == WITHOUT_NOISE}
+    bare = {label_of(entry): entry for entry in before if entry.get("what") == WITHOUT_NOISE}
     lines = [_line(run, size, is_protected=whole) for run in runs]
     lines += [
-        {"run": entry.run, "name": label, "method": entry.method, "claim": _NOTHING}
-        for label, entry in unnoised.items()
+        {"run": entry["run"], "name": label, "method": entry["method"], "claim": _NOTHING}
+        for label, entry in bare.items()
     ]
     together = _NOTHING
-    if runs and whole and not unnoised:
-        delta = max(run.charges[-1].budget_delta for run in runs)
+    if runs and whole and not bare:
+        delta = max(run.charges[-1]["budget"]["delta"] for run in runs)
         together = _claim(_loss_of_group([run.against(_MODELS) for run in runs], size, delta))
     return {
         "study": path.name,
@@ -83,7 +81,7 @@ def statement(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> dict[s
         "not claimed": [
             "whether each silo deleted the person's records: ask each silo, because records for "
             "tests of a model carry no user numbers, so tests may still use this person's records",
-            *sorted({entry.what for entry in disclosures}),
+            *sorted({entry["what"] for entry in before if entry["kind"] == "uncovered"}),
         ],
     }
 
@@ -94,13 +92,13 @@ def _line(run: RunCharges, size: int, *, is_protected: bool) -> dict[str, Any]:
     ``is_protected`` is False if the run's guarantee is for another unit.
     """
     last, rounds = run.charges[-1], len(run.charges)
-    of_run = {"run": last.run, "name": run.label, "method": last.method, "releases": rounds}
+    of_run = {"run": last["run"], "name": run.label, "method": last["method"], "releases": rounds}
     if not is_protected:
         return {**of_run, "claim": f"{_NOTHING}: its guarantee is for one {run.unit.value}"}
     part = run.against(_MODELS)
     # A run that repeated rounds has an (ε, δ) for each stretch of rounds without repetition. Their
     # δ's add up, and ``last`` has the δ of one stretch.
-    delta = last.delta + sum(spend.delta for spend in part.spends[1:])
+    delta = last["delta"] + sum(spend.delta for spend in part.spends[1:])
     loss = _loss_of_group([part], size, delta)
     return {
         **of_run,

@@ -30,9 +30,9 @@ from flower_ext.privacy import (
     PrivacyUnit,
     SecureNoise,
 )
-from flower_ext.privacy.account_entries import EntryKind
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.shared_ledger import Charge, charge, check_affordable, entries_of
+from flower_ext.privacy.study_composition import CHARGE
 from flower_ext_guard.app_process import answer_of
 from flower_ext_guard.flower_runtime import (
     Disconnected,
@@ -184,7 +184,7 @@ class Guard:
         node = request.context.node_id
         run = f"{request.run.run_id}-node-{node}-{rule.release}-{spend.noise_multiplier:.6g}"
         number = 1 + sum(
-            entry["kind"] == EntryKind.CHARGE and entry["run"] == run
+            entry["kind"] == CHARGE and entry["run"] == run
             for entry in entries_of(self.policy.ledger)
         )
         loss = privacy_loss_of({spend: number}, delta=self.policy.budget.delta)

@@ -25,9 +25,9 @@ from flower_ext.privacy import (
     SecureSum,
     privacy_loss_of,
 )
-from flower_ext.privacy.account_entries import EntryKind
 from flower_ext.privacy.mechanisms.noise import largest_noised_norm
 from flower_ext.privacy.shared_ledger import entries_of
+from flower_ext.privacy.study_composition import CHARGE
 from flower_ext_guard import service
 from flower_ext_guard.flower_runtime import Runtime
 from flower_ext_guard.policy import read_policy
@@ -97,9 +97,7 @@ def run(grid, *, way="honest", **plan):
 
 def charges(grid):
     ledgers = [entries_of(guard.policy.ledger) for guard in grid.guards]
-    return [
-        [entry for entry in entries if entry["kind"] == EntryKind.CHARGE] for entries in ledgers
-    ]
+    return [[entry for entry in entries if entry["kind"] == CHARGE] for entries in ledgers]
 
 
 LEAKS = "in-metrics in-another-record in-the-context in-log-lines in-a-huge-norm"
