@@ -144,7 +144,7 @@ def round_cost(members: int, length: int) -> Cost:
 def _noising(mechanism: NoisedSum, length: int) -> float:
     """Return CPU seconds of clipping, rounding and noise, without the tables of the first call."""
     update = {"w": np.random.default_rng(1).standard_normal(length).astype(np.float32)}
-    protection = mechanism.client_protection(mechanism.cohort_size)
+    protection = mechanism.client_protection(mechanism.num_members)
     protection.released({"w": update["w"][:10]}, SecureNoise())
     clock = Clock()
     for _ in range(MEASURED):

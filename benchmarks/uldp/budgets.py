@@ -14,8 +14,8 @@ from benchmarks.uldp.experiment import DELTA, METHODS, NOISE_MULTIPLIER, Problem
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.privacy import DpSgd, epsilon_text
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
-from flower_ext.privacy.theorems.uldp import uldp_closed_form
-from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
+from flower_ext.privacy.theorems.uldp_group_theorem import uldp_group_guarantees
+from flower_ext.privacy.theorems.uldp_theorem import uldp_closed_form
 from flower_ext.runs.page import table
 
 LABELS = tuple(label for label in METHODS if label != "DEFAULT")

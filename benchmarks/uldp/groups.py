@@ -9,7 +9,7 @@ from benchmarks.uldp.experiment import DELTA, NOISE_MULTIPLIER, Scale
 from flower_ext.privacy import DpSgd, epsilon_text
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.group_privacy import group_loss
-from flower_ext.privacy.theorems.uldp_group import (
+from flower_ext.privacy.theorems.uldp_group_theorem import (
     group_loss_by_conversion,
     group_loss_by_renyi,
     uldp_group_guarantees,

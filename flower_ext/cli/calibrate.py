@@ -39,7 +39,10 @@ from flower_ext.privacy.theorems.dp2_fedsam_theorem import (
     dp2_fedsam_theorem2,
     dp2_fedsam_theorem2_noise_multiplier,
 )
-from flower_ext.privacy.theorems.uldp_group import group_loss_by_conversion, group_loss_by_renyi
+from flower_ext.privacy.theorems.uldp_group_theorem import (
+    group_loss_by_conversion,
+    group_loss_by_renyi,
+)
 
 _WORDS = ("calibrated by", "basis", "relation", "adversary sees")
 _SIGNS = {

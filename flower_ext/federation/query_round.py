@@ -89,7 +89,7 @@ class QueryRound:
         if not opened.cohort.partitions:
             self.close([])
             return []
-        protection = self._mechanism.client_protection(self._mechanism.cohort_size)
+        protection = self._mechanism.client_protection(self._mechanism.num_members)
         entries = to_entries(protection, seeded_noise=run.options.seeded_noise)
         last = max(1, run.participations.rounds)
         shared = {
@@ -103,7 +103,7 @@ class QueryRound:
         """Unmask the sum and return the query's answer; empty if the round is discarded."""
         if self._round is None:  # the budget permitted no answer
             return {}
-        size, query = self._mechanism.cohort_size, self._mechanism.query
+        size, query = self._mechanism.num_members, self._mechanism.query
         released = self._round.close(replies, cohort=size, of=query.name)
         if released is None:
             reason, number = self._round.discard_reason, self._server_round

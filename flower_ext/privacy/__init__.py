@@ -35,7 +35,7 @@ from flower_ext.privacy.queries.secure_scores import SecureScores
 from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.privacy.randomness import secure_generator, seeded_generator
 from flower_ext.privacy.theorems.dp_ditto_theorem import ClippedSteps
-from flower_ext.privacy.theorems.upcycled import LocalObjective
+from flower_ext.privacy.theorems.upcycled_theorem import LocalObjective
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 __all__ = [

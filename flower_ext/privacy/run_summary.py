@@ -1,4 +1,4 @@
-"""The traits of a method and the summary of a run, from which a plan computes its guarantees."""
+"""Traits of a method, terms of its sums and the summary of a run, from which guarantees follow."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.units import AdversaryView
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,18 @@ class MethodTraits:
     """Number of silos among which each unit's data are divided; None if the units are clients."""
     weighting: str = ""
     """Rule by which a unit's weight is divided among silos; empty without silos."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumTerms:
+    """The assumptions of guarantees about one kind of sum."""
+
+    secure_sum: str | None = None
+    """Assumption under which the server sees no single contribution; None if it sees them all."""
+    hidden_draw: str | None = None
+    """Assumption under which the server does not know the drawn units; None if it draws them."""
+    assumptions: Mapping[AdversaryView, Sequence[str]] = field(default_factory=dict)
+    """Further assumptions of the provable guarantee against each adversary."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,7 +117,7 @@ def _charts(rounds: Rounds, names: Iterable[str]) -> Iterator[tuple[str, Chart]]
         ("traffic", "Model arrays sent for training", "megabytes, cumulative", megabytes),
         ("time", "Time of the rounds", "seconds, cumulative", seconds),
         ("training_loss_spread", "Spread of the clients' training losses", "loss", deviation),
-        ("clipping_norm", clipping, "L2 norm", {"clipping norm": rounds.series("clipping_norm")}),
+        ("clipping_norm", clipping, "L2 norm", {"clipping norm": rounds.series("adaptive_norm")}),
         ("update_norm", "Norm of local updates before clipping", "L2 norm", norm),
     ):
         yield name, _of_one_run(title, ylabel, lines)

@@ -58,11 +58,11 @@ def play_rounds(data, clipping, rounds, *, clients=None, app=None, grid=InProces
         initial(),
         num_rounds=rounds,
         evaluate_fn=lambda number, _: (
-            norms.append(strategy.run.progress.row["clipping_norm"]) if number else None
+            norms.append(strategy.run.progress.row["adaptive_norm"]) if number else None
         ),
     )
     assert strategy.refusals == []
-    return [*norms, strategy.run.mechanism.update_norm], strategy, engine
+    return [*norms, strategy.run.mechanism.adaptive_norm], strategy, engine
 
 
 def quiet(**changes):
@@ -179,7 +179,7 @@ def test_clients_learn_the_norm_of_the_round_only_where_they_clip(placement):
     asked = [
         m.content[records.ROUND] for m in grid.sent if m.metadata.message_type.startswith("train")
     ]
-    assert [entries.get("update-norm") for entries in asked] == (
+    assert [entries.get("adaptive-norm") for entries in asked] == (
         [None if placement == "server" else 1.0] * FEW
     )
 

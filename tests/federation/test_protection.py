@@ -59,7 +59,10 @@ from flower_ext.privacy.mechanisms.protections import (
 )
 from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
-from flower_ext.privacy.theorems.upcycled import perturbation_guarantees, upcycled_theorem_6_3
+from flower_ext.privacy.theorems.upcycled_theorem import (
+    perturbation_guarantees,
+    upcycled_theorem_6_3,
+)
 from flower_ext.training import LocalTraining, Task
 from tests.support import worlds
 from tests.support.jobs import train_one
@@ -492,7 +495,7 @@ def test_what_is_protected_is_known_from_the_facts():
         assert not protection.bounds_uploads
 
 
-SIDED = {"clipping_norm": 1.0, "noise_stddev": 0.5, "update_norm": 0.8, "side_weight": 0.3}
+SIDED = {"clipping_norm": 1.0, "noise_stddev": 0.5, "adaptive_norm": 0.8, "side_weight": 0.3}
 PROTECTIONS = [
     ClipAndNoise(clipping_norm=1.0, noise_stddev=0.5, noise_grid=2.0**-20),
     ClipAndNoise(**SIDED),

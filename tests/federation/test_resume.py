@@ -100,7 +100,7 @@ def test_an_adaptive_clipping_norm_resumes_bit_for_bit(tmp_path):
         play(tmp_path / "parts", dies_in=3, **options)
     parts, resumed = play(tmp_path / "parts", **options)
     assert same(parts, whole)
-    assert len({row["clipping_norm"] for row in parts.metrics()}) == 5
+    assert len({row["adaptive_norm"] for row in parts.metrics()}) == 5
     assert resumed.run.mechanism == strategy.run.mechanism
 
 

@@ -2,7 +2,10 @@
 
 from flower_ext.privacy import DpSgd
 from flower_ext.privacy.accounting.group_privacy import group_loss
-from flower_ext.privacy.theorems.uldp_group import group_loss_by_conversion, group_loss_by_renyi
+from flower_ext.privacy.theorems.uldp_group_theorem import (
+    group_loss_by_conversion,
+    group_loss_by_renyi,
+)
 
 FIGURE_2 = DpSgd(noise_multiplier=5.0, sampling_rate=0.01, steps=100_000)
 

@@ -327,8 +327,8 @@ def zero_updates_within_the_norm(patch, experiment: Experiment) -> Experiment:
     """Count a zero update as within the norm, as Andrew et al. do."""
     real = adaptive_clipping.with_side
 
-    def counted(update, update_norm, weight):
-        vector = real(update, update_norm, weight)
+    def counted(update, adaptive_norm, weight):
+        vector = real(update, adaptive_norm, weight)
         return vector if l2_norm(update) else {**vector, SIDE: vector[SIDE] + weight / 2}
 
     patch.setattr(adaptive_clipping, "with_side", counted)

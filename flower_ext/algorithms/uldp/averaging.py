@@ -68,16 +68,13 @@ from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
-from flower_ext.privacy.theorems.uldp import (
-    NO_SECURE_SUM_OF_SILOS,
+from flower_ext.privacy.theorems.uldp_theorem import (
     Weighting,
-    batching_assumption,
     check_silos_can_draw,
     drawn_by_silos,
     sums_of_users,
     uldp_avg_guarantees,
 )
-from flower_ext.privacy.units import AdversaryView
 from flower_ext.training import LocalTraining
 
 log = getLogger("flwr")
@@ -250,17 +247,11 @@ class UldpAvg(Method):
     ) -> list[Guarantee]:
         """Return the guarantee of Theorem 5, and a provable guarantee against each adversary."""
         apart = state.server.get(SILOS, {}).get(ONE_BY_ONE, np.empty(0, dtype=bool))
-        sums, hidden_draw = sums_of_users(summation.mechanism), summation.hidden_draw
+        sums, terms = sums_of_users(summation.mechanism), summation.terms
         if self.user_draw == "silos":
-            hidden_draw = drawn_by_silos(sums, run.participations.rounds)
-        return uldp_avg_guarantees(
-            sums,
-            run,
-            hidden_draw=hidden_draw,
-            secure_sum=summation.secure_sum or NO_SECURE_SUM_OF_SILOS,
-            assumptions={view: summation.assumptions(view) for view in AdversaryView},
-            batching=batching_assumption(dict(enumerate(apart.tolist()))),
-        )
+            by_silos = drawn_by_silos(sums, run.participations.rounds)
+            terms = replace(terms, hidden_draw=by_silos)
+        return uldp_avg_guarantees(sums, run, terms, one_by_one=apart.tolist())
 
 
 @dataclass(frozen=True, kw_only=True)

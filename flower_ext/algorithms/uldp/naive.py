@@ -27,7 +27,7 @@ from flower_ext.federation import ClientMethod, Memory, Method, State, Summation
 from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
-from flower_ext.privacy.theorems.uldp import sums_of_users, uldp_naive_guarantees
+from flower_ext.privacy.theorems.uldp_theorem import sums_of_users, uldp_naive_guarantees
 from flower_ext.training import LocalTraining
 
 

@@ -23,7 +23,7 @@ from flwr.app import ArrayRecord
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import ClientWork, records
 from flower_ext.privacy import PoissonSampling
-from flower_ext.privacy.theorems.uldp import Weighting
+from flower_ext.privacy.theorems.uldp_theorem import Weighting
 
 USERS = "users"
 """Name of the `ArrayRecord` with a round's users and a silo's weights, and of the setting |U|."""

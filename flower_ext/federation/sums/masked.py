@@ -156,7 +156,7 @@ class OpenMaskedSum(OpenSum):
         summed.add(shaped(signed.astype(np.int64), self._like))
         summed.count = len(self._server.answered)
         # Members that left before the round count as members that did not answer.
-        size = mechanism.cohort_size
+        size = mechanism.num_members
         return mechanism.aggregate(summed, cohort_size=size, noise=self._opening.noise)
 
     def _ask(self, stage: str, content: Mapping[int, Invitation | ProtocolMessage]) -> None:

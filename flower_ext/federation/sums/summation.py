@@ -22,7 +22,7 @@ from flower_ext.privacy import AdversaryView, NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundMechanism, divided
 from flower_ext.privacy.mechanisms.updates import as_float64, in_float64, l2_norm
-from flower_ext.privacy.run_summary import MethodTraits
+from flower_ext.privacy.run_summary import MethodTraits, SumTerms
 
 _ROUNDING = 1.0001
 """Factor on the largest norm of an upload. It allows for the rounding of uploads to single
@@ -142,10 +142,10 @@ class Summation(ABC):
         Bounds each contribution, and releases each sum.
     """
 
-    secure_sum: str = ""
-    """Assumption under which the server sees no single contribution; empty if it sees them all."""
-    hidden_draw: str = ""
-    """Assumption under which no party knows the drawn units; empty if the server draws."""
+    secure_sum: str | None = None
+    """Assumption under which the server sees no single contribution; None if it sees them all."""
+    hidden_draw: str | None = None
+    """Assumption under which no party knows the drawn units; None if the server draws."""
     repeats: bool = True
     """False if a repeated round differs from the first attempt, whatever the seed."""
     brings_weights: bool = False
@@ -189,6 +189,15 @@ class Summation(ABC):
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
         """Return what the provable guarantee for an adversary's ``view`` assumes about the sums."""
         return ()
+
+    @property
+    def terms(self) -> SumTerms:
+        """All that guarantees assume about this kind of sum."""
+        return SumTerms(
+            secure_sum=self.secure_sum,
+            hidden_draw=self.hidden_draw,
+            assumptions={view: self.assumptions(view) for view in AdversaryView},
+        )
 
     def state(self) -> Mapping[str, Arrays]:
         """Return the state that a checkpoint keeps; nothing by default."""

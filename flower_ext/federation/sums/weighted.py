@@ -176,7 +176,8 @@ class WeightedSum(Summation):
         If a silo has lost its keys, all silos first set up new keys and a new secret order of the
         users.
         """
-        is_unnamed = self.hidden_draw or isinstance(self.mechanism.sampling, FullParticipation)
+        is_hidden = self.hidden_draw is not None
+        is_unnamed = is_hidden or isinstance(self.mechanism.sampling, FullParticipation)
         stage = "the new set-up"
         try:
             if self.keys_lost:
@@ -187,7 +188,7 @@ class WeightedSum(Summation):
             dialogue = self.server.begin_round(opening.number, places)
             weights = _converse(dialogue, opening.clients)
         except FederationNotReady as missing:
-            self.keys_lost = self.keys_lost or self.hidden_draw != ""
+            self.keys_lost = self.keys_lost or is_hidden
             raise RoundDiscarded(
                 f"{stage} failed, because a silo gave no valid answer: {missing}"
             ) from missing

@@ -157,6 +157,17 @@ class Release(Checked, JsonRecord):
             sampling = FullParticipation(sampling.population)
         return replace(self, sampling=sampling, relation=relation, noise_multiplier=noise)
 
+    def with_noise(self, fraction: float) -> Release:
+        """Return the release of a sum that carries ``fraction`` of the noise's standard deviation.
+
+        The errors of the sum stay the same, and so are larger when counted in standard deviations.
+        """
+        return replace(
+            self,
+            noise_multiplier=self.noise_multiplier * fraction,
+            approximation_error=self.approximation_error / fraction,
+        )
+
 
 Counts = tuple[tuple[Release, int], ...]
 """Pairs of a release and the number of times that the run made it."""

@@ -16,16 +16,16 @@ EXACT_GAUSSIAN = "exact Gaussian composition"
 """Balle and Wang (2018), Theorem 8: tight, since every release is a Gaussian."""
 
 
-def gaussian_loss(noise_multiplier: float, *, releases: float, delta: float) -> PrivacyLoss:
+def gaussian_loss(relative_noise: float, *, releases: float, delta: float) -> PrivacyLoss:
     """Return (ε, δ) of Gaussian releases, exactly (Balle and Wang 2018, Theorem 8).
 
     Parameters
     ----------
-    noise_multiplier : float
+    relative_noise : float
         σ: standard deviation of the noise, divided by the largest L2 distance by which one unit
         moves a sum.
     releases : float
-        Number of releases. If a release has the noise multiplier σ_t instead of σ, count it as
+        Number of releases. If a release has the relative noise σ_t instead of σ, count it as
         (σ/σ_t)² releases. If the adversary sees who took part, count for each unit the releases to
         which it contributed, and pass the largest of these counts. The number must not depend on
         anybody's data.
@@ -35,18 +35,18 @@ def gaussian_loss(noise_multiplier: float, *, releases: float, delta: float) -> 
     ValueError
         A number is below 0, or ``delta`` is outside (0, 1).
     """
-    require_not_negative("noise_multiplier", noise_multiplier)
+    require_not_negative("relative_noise", relative_noise)
     require_not_negative("releases", releases)
     require_delta(delta)
     if releases == 0:
         return PrivacyLoss(epsilon=0.0, delta=delta, accountant=EXACT_GAUSSIAN, releases=())
-    noise_multiplier /= math.sqrt(releases)
+    relative_noise /= math.sqrt(releases)
     together = Release(
         sampling=FullParticipation(1),
-        noise_multiplier=noise_multiplier,
+        noise_multiplier=relative_noise,
         relation=NeighboringRelation.REPLACE_SPECIAL,
     )
-    return replace(_one_gaussian(noise_multiplier, delta), releases=((together, 1),))
+    return replace(_one_gaussian(relative_noise, delta), releases=((together, 1),))
 
 
 def without_amplification(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLoss:
@@ -60,11 +60,11 @@ def without_amplification(counts: Iterable[tuple[Release, int]], delta: float) -
 
 
 @lru_cache(maxsize=4096)
-def _one_gaussian(noise_multiplier: float, delta: float) -> PrivacyLoss:
+def _one_gaussian(relative_noise: float, delta: float) -> PrivacyLoss:
     import dp_accounting
 
     epsilon = math.inf
-    if noise_multiplier > 0:
-        epsilon = float(dp_accounting.get_epsilon_gaussian(noise_multiplier, delta))
+    if relative_noise > 0:
+        epsilon = float(dp_accounting.get_epsilon_gaussian(relative_noise, delta))
     epsilon *= 1 + 1e-9  # the root finder may stop just below the root
     return PrivacyLoss(epsilon=epsilon, delta=delta, accountant=EXACT_GAUSSIAN)

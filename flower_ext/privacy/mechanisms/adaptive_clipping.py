@@ -6,7 +6,7 @@ Clipping" (NeurIPS 2021).
 ====================  ==========================================================================
 paper                 here
 ====================  ==========================================================================
-C, γ, η_C             ``update_norm`` of a round, ``quantile``, ``learning_rate``
+C, γ, η_C             ``adaptive_norm`` of a round, ``quantile``, ``learning_rate``
 z                     σ, the ``noise_multiplier`` of the plan
 z_Δ                   σ' with 1/σ² = 1/σ'² + 1/(2σ_b)²
 σ_b, m                ``bit_noise``, the *expected* cohort size
@@ -52,7 +52,7 @@ from flower_ext.checks import Checked, Positive, ProperFraction
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.bounds import ClippedSum, clip, clip_each_row
 from flower_ext.privacy.mechanisms.quantization import squared_norms_of_rows
-from flower_ext.privacy.mechanisms.updates import NamedArrays, as_float64, l2_norm
+from flower_ext.privacy.mechanisms.updates import NamedArrays, flat_rows, l2_norm
 
 SIDE = "adaptive-clipping-side"
 """Name of the array that holds κ·side in an upload, in a sum and in a mean."""
@@ -140,30 +140,29 @@ class AdaptiveClipping(Checked):
         return f"adaptive from {self.initial:g} to the quantile {self.quantile:g}"
 
 
-def with_side(update: NamedArrays, update_norm: float, weight: float) -> dict[str, Any]:
+def with_side(update: NamedArrays, adaptive_norm: float, weight: float) -> dict[str, Any]:
     """Return (clip(Δ, C), κ·side): the clipped update, and one more number for its side.
 
-    ``update_norm`` is C, and ``weight`` is κ (see the table at the top of this module).
+    ``adaptive_norm`` is C, and ``weight`` is κ (see the table at the top of this module).
     """
     norm = l2_norm(update)
-    side = 0.0 if norm == 0 else 0.5 if norm <= update_norm else -0.5
+    side = 0.0 if norm == 0 else 0.5 if norm <= adaptive_norm else -0.5
     like = next(iter(update.values()))
     namespace = api.array_namespace(like)
     part = namespace.asarray([weight * side], dtype=namespace.float64, device=api.device(like))
-    return {**clip(update, update_norm).value, SIDE: part}
+    return {**clip(update, adaptive_norm).value, SIDE: part}
 
 
-def rows_with_sides(rows: NamedArrays, update_norm: float, weight: float) -> dict[str, Any]:
+def rows_with_sides(rows: NamedArrays, adaptive_norm: float, weight: float) -> dict[str, Any]:
     """Apply `with_side` to every row of arrays of shape (units, …); return the rows in float64.
 
     No bit of a row's side depends on other rows.
     """
-    clipped = clip_each_row(rows, update_norm)
-    namespace, count = api.array_namespace(*rows.values()), len(next(iter(rows.values())))
-    flat = [namespace.reshape(as_float64(array), (count, -1)) for array in rows.values()]
+    clipped = clip_each_row(rows, adaptive_norm)
+    namespace, flat = api.array_namespace(*rows.values()), [*flat_rows(rows).values()]
     with np.errstate(over="ignore"):
         norms = namespace.sqrt(squared_norms_of_rows(namespace.concat(flat, axis=1)))
-    sides = namespace.where(norms <= update_norm, weight / 2, -weight / 2)
+    sides = namespace.where(norms <= adaptive_norm, weight / 2, -weight / 2)
     # The square of a tiny norm is 0, so the norm cannot say which rows are zero.
     moved = namespace.any(namespace.concat(flat, axis=1) != 0, axis=1)
     return {**clipped, SIDE: namespace.where(moved, sides, 0.0)[:, None]}
@@ -183,13 +182,15 @@ class SidedSum(ClippedSum):
     """Sum of the vectors (clip(Δ, C), κ·side) of updates, for a server that adds the noise.
 
     The server computes the side from the update that it received (see `with_side`); clients send
-    no side. ``bound``, ``update_norm`` and ``weight`` are C', C and κ.
+    no side. ``bound``, ``adaptive_norm`` and ``weight`` are C', C and κ.
     """
 
-    def __init__(self, like: NamedArrays, bound: float, update_norm: float, weight: float) -> None:
+    def __init__(
+        self, like: NamedArrays, bound: float, adaptive_norm: float, weight: float
+    ) -> None:
         super().__init__(with_room_for_side(like), bound)
-        self._update_norm, self._weight = update_norm, weight
+        self._adaptive_norm, self._weight = adaptive_norm, weight
 
     def add(self, update: NamedArrays) -> None:
         """Clip an update, append its side, and add both to the sum."""
-        super().add(with_side(update, self._update_norm, self._weight))
+        super().add(with_side(update, self._adaptive_norm, self._weight))

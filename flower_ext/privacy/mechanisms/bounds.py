@@ -17,7 +17,6 @@ empty (no elements)     kept, adds nothing; `ValueError` if all arrays are empty
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,6 +32,7 @@ from flower_ext.privacy.mechanisms.updates import (
     RunningSum,
     as_float64,
     check_arrays,
+    flat_rows,
     in_float64,
     l2_norm,
     plain_norm,
@@ -201,12 +201,8 @@ def clip_each_row(rows: NamedArrays, clipping_norm: float) -> dict[str, Any]:
     """
     require_positive("clipping_norm", clipping_norm)
     check_arrays(rows)
-    wide = in_float64(rows)
-    namespace, count = api.array_namespace(*wide.values()), len(next(iter(wide.values())))
-    flat = {
-        name: namespace.reshape(array, (count, math.prod(array.shape[1:])))
-        for name, array in wide.items()
-    }
+    flat = flat_rows(rows)
+    namespace = api.array_namespace(*flat.values())
     with np.errstate(over="ignore", invalid="ignore"):
         norms = namespace.sqrt(sum(map(_squares, flat.values()))) / clipping_norm
     # A row with NaN is not usual either, so it goes to `clip`, whose error names the array.

@@ -97,7 +97,7 @@ def share_stddev(total: float, shares: int) -> float:
     return stddev
 
 
-def worth(stddev: float) -> float:
+def continuous_stddev(stddev: float) -> float:
     """Return the stddev of the continuous Gaussian noise that one share of discrete noise replaces.
 
     ``stddev`` is the stddev of the share. See step 5 at the top of this module, with n = 1.

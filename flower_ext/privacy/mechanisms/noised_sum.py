@@ -221,7 +221,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         return noise_grid(self.noise_stddev)
 
     @property
-    def cohort_size(self) -> int:
+    def num_members(self) -> int:
         """Number of clients in each secure sum, the same in every round.
 
         With ``silos``, this is the number of all silos. The server then asks the same clients,
@@ -243,10 +243,10 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
             return None
         cell = cell_of(self.noise_stddev)
         parameters = self.secure_sum.for_cohort(
-            self.cohort_size, population=self.num_clients, rounds=self.rounds
+            self.num_members, population=self.num_clients, rounds=self.rounds
         )
         share = share_stddev(self.noise_stddev / cell, parameters.least_answers) * cell
-        noise = share / cell * math.sqrt(self.cohort_size)
+        noise = share / cell * math.sqrt(self.num_members)
         bits = ring_bits(self._largest_sum / cell, noise)
         return MaskedSums(parameters=parameters, cell=cell, share_stddev=share, bits=bits)
 
@@ -258,7 +258,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
     @property
     def _largest_sum(self) -> float:
         """Largest norm of a secure sum before noise, if each unit contributes the clipping norm."""
-        units = self.cohort_size if self.silos is None else self.sampling.population
+        units = self.num_members if self.silos is None else self.sampling.population
         return units * self.clipping_norm
 
     def client_noise_stddev(self, cohort_size: int) -> float:

@@ -18,7 +18,7 @@ from flower_ext.checks import Checked, Positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.adaptive_clipping import rows_with_sides, with_side
 from flower_ext.privacy.mechanisms.bounds import BoundedSum, UnitSum, clip, sum_clipped_rows
-from flower_ext.privacy.mechanisms.discrete_gaussian import worth
+from flower_ext.privacy.mechanisms.discrete_gaussian import continuous_stddev
 from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm
 from flower_ext.privacy.mechanisms.quantization import in_cells, sum_rows_in_cells
 from flower_ext.privacy.mechanisms.updates import (
@@ -26,6 +26,7 @@ from flower_ext.privacy.mechanisms.updates import (
     check_arrays,
     in_float64,
     in_precision_of,
+    split_into,
 )
 
 
@@ -108,7 +109,7 @@ class ClipAndNoise(_Noised):
     Parameters
     ----------
     clipping_norm : float
-        Norm bound: C, or C' of `adaptive_clipping` if ``update_norm`` is given.
+        Norm bound: C, or C' of `adaptive_clipping` if ``adaptive_norm`` is given.
     noise_stddev : float
         Standard deviation of this client's share of the noise.
     cell : float, optional
@@ -120,25 +121,25 @@ class ClipAndNoise(_Noised):
     noise_grid : float, optional
         Step of the grid to which an upload without ``cell`` is rounded; it must be the same for all
         clients and rounds. By default `noise_grid` of ``noise_stddev``.
-    update_norm, side_weight : float, optional
+    adaptive_norm, side_weight : float, optional
         C and κ of `adaptive_clipping`. If they are given, the upload includes κ·side, a number that
         says whether the update is longer than C.
 
     Raises
     ------
     InvalidValue
-        Only one of ``update_norm`` and ``side_weight`` is given, or both of ``cell`` and
+        Only one of ``adaptive_norm`` and ``side_weight`` is given, or both of ``cell`` and
         ``noise_grid`` are given.
     """
 
     cell: float | None = None
     of_units: bool = False
     noise_grid: float | None = None
-    update_norm: float | None = None
+    adaptive_norm: float | None = None
     side_weight: float | None = None
 
     def __post_init__(self) -> None:
-        for name, other in (("update_norm", "side_weight"), ("side_weight", "update_norm")):
+        for name, other in (("adaptive_norm", "side_weight"), ("side_weight", "adaptive_norm")):
             if getattr(self, name) is None and getattr(self, other) is not None:
                 raise InvalidValue(f"{name}=None: expected a number, because {other} needs it")
         if self.cell is not None and self.noise_grid is not None:
@@ -154,7 +155,8 @@ class ClipAndNoise(_Noised):
         """
         if self.cell is None:
             return super().noise_multiplier
-        return worth(self.noise_stddev / self.cell) * self.cell / self.clipping_norm
+        continuous = continuous_stddev(self.noise_stddev / self.cell) * self.cell
+        return continuous / self.clipping_norm
 
     def released(self, upload: NamedArrays, noise: NoiseSource) -> NamedArrays:
         """Return the clipped update with noise; if ``cell`` is given, as int64 numbers of cells."""
@@ -186,7 +188,7 @@ class ClipAndNoise(_Noised):
 
     @property
     def _side(self) -> tuple[float, float] | None:
-        norm, weight = self.update_norm, self.side_weight
+        norm, weight = self.adaptive_norm, self.side_weight
         return None if norm is None or weight is None else (norm, weight)
 
 
@@ -282,12 +284,9 @@ class ObjectivePerturbation(Checked, Protection):
     def direction(self, like: NamedArrays, noise: NoiseSource) -> dict[str, np.ndarray]:
         """Draw the noise n as float64 arrays with the names and shapes of ``like``."""
         check_arrays(like)
-        sizes = [math.prod(array.shape) for array in like.values()]
-        parts = np.split(noise.gamma_direction(sum(sizes), 1 / self.rate), np.cumsum(sizes)[:-1])
-        return {
-            name: part.reshape(tuple(array.shape))
-            for (name, array), part in zip(like.items(), parts, strict=True)
-        }
+        shapes = {name: tuple(array.shape) for name, array in like.items()}
+        size = sum(map(math.prod, shapes.values()))
+        return split_into(shapes, noise.gamma_direction(size, 1 / self.rate))
 
 
 _UNBOUNDED = "no bound"

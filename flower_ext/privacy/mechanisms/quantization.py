@@ -28,10 +28,11 @@ from flower_ext.privacy.mechanisms.updates import (
     NamedArrays,
     NonFiniteUpdate,
     RunningSum,
-    as_float64,
     check_arrays,
     check_like,
+    flat_rows,
     l2_norm,
+    split_into,
 )
 
 _PER_STDDEV = 16
@@ -109,24 +110,16 @@ def sum_rows_in_cells(
     count = len(next(iter(rows.values())))
     shares = np.asarray(checked_weights(weights, count), dtype=np.float64)
     namespace = api.array_namespace(*rows.values())
-    sizes = [math.prod(array.shape[1:]) for array in rows.values()]
-    summed = np.zeros(sum(sizes), dtype=np.int64)
-    step = max(1, _TOGETHER // max(1, sum(sizes)))
+    shapes = {name: tuple(array.shape[1:]) for name, array in rows.items()}
+    size = sum(map(math.prod, shapes.values()))
+    summed = np.zeros(size, dtype=np.int64)
+    step = max(1, _TOGETHER // max(1, size))
     for start in range(0, count, step):
-        some = [array[start : start + step, ...] for array in rows.values()]
-        wide = [
-            namespace.reshape(as_float64(array), (array.shape[0], size))
-            for array, size in zip(some, sizes, strict=True)
-        ]
-        whole = _rows_in_cells(
-            namespace.concat(wide, axis=1), clipping_norm, cell, shares[start : start + step]
-        )
+        some = {name: array[start : start + step, ...] for name, array in rows.items()}
+        exact = namespace.concat([*flat_rows(some).values()], axis=1)
+        whole = _rows_in_cells(exact, clipping_norm, cell, shares[start : start + step])
         summed += _plain(namespace.sum(whole, axis=0))
-    parts = np.split(summed, np.cumsum(sizes)[:-1])
-    value = {
-        name: part.reshape(array.shape[1:])
-        for (name, array), part in zip(rows.items(), parts, strict=True)
-    }
+    value = split_into(shapes, summed)
     return BoundedSum(value=value, bound=clipping_norm, cell=cell, count=count)
 
 

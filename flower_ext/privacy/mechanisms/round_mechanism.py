@@ -143,10 +143,15 @@ class RoundMechanism(ABC):
         return []
 
     def spent(self, run: RunSummary) -> dict[str, float]:
-        """Return the published and the provable ε of the rounds so far, for log and figures."""
-        if not run.participations.rounds:
-            return {}
-        return {f"epsilon_{claim.basis}": claim.epsilon for claim in self.guarantees(run)}
+        """Return the published and the provable ε of the rounds so far, for log and figures.
+
+        If several guarantees have one basis, the largest ε counts.
+        """
+        largest: dict[str, float] = {}
+        for claim in self.guarantees(run) if run.participations.rounds else ():
+            name = f"epsilon_{claim.basis}"
+            largest[name] = max(largest.get(name, 0.0), claim.epsilon)
+        return largest
 
 
 def divided(summed: NamedArrays, by: float, like: NamedArrays) -> dict[str, Any]:

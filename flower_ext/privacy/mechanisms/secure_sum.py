@@ -191,12 +191,42 @@ class SecureSum(Checked):
             For a cohort of this size, no parameters protect against so many colluding clients and
             so many lost clients.
         """
+        population = members if population is None else population
+        cohort = self._cohort(members, population, rounds)
+        if (graph := _parameters(cohort)) is None:
+            # Name resist_equivocation=False in the error if this setting would suffice.
+            weaker = replace(cohort, equivocation=False)
+            suffices = not self.signed and _parameters(weaker) is not None
+            raise InvalidValue(
+                f"no secure sum of {members} members withstands colluding={self.colluding:g} and "
+                f"dropouts={self.dropouts:g} ({cohort.colluders} colluders and {cohort.lost} lost "
+                "members): lower colluding or dropouts, or take larger cohorts"
+                + (", or set SecureSum(resist_equivocation=False)" if suffices else "")
+            )
+        num_neighbors, threshold = graph
+        parameters = SumParameters(
+            members=members,
+            num_neighbors=num_neighbors,
+            threshold=threshold,
+            least_answers=members - cohort.lost,
+            colluders=cohort.colluders,
+            signed=self.signed,
+        )
+        if parameters.honest_answers < 2:
+            raise InvalidValue(
+                f"signed=True with dropouts={self.dropouts:g} and {members} members: expected "
+                f"smaller dropouts, because a server that lies about {cohort.lost} lost members "
+                "could see the vector of a single honest member"
+            )
+        return parameters
+
+    def _cohort(self, members: int, population: int, rounds: int) -> _Cohort:
+        """Return a cohort with its collusion and losses; refuse one that leaves too few answers."""
         if members < LEAST_MEMBERS:
             raise InvalidValue(
                 f"a cohort of {members}: expected at least {LEAST_MEMBERS} members for a secure "
                 "sum; take more clients or silos, or draw larger cohorts"
             )
-        population = members if population is None else population
         corrupt = self.colluders_among(population)
         colluders = _most_colluders(members, population, corrupt, rounds)
         lost = math.ceil(self.dropouts * members - 1e-9)  # 0.1 · 30 is a little above 3 in floats
@@ -208,7 +238,7 @@ class SecureSum(Checked):
                 f"{fewest} answers, so that two honest members and a quarter of all members "
                 "answer; lower dropouts or colluding, or take larger cohorts"
             )
-        cohort = _Cohort(
+        return _Cohort(
             members=members,
             population=population,
             corrupt=corrupt,
@@ -218,32 +248,6 @@ class SecureSum(Checked):
             equivocation=self.resist_equivocation,
             complete=self.signed,
         )
-        if (graph := _parameters(cohort)) is None:
-            # Name resist_equivocation=False in the error if this setting would suffice.
-            weaker = replace(cohort, equivocation=False)
-            suffices = not self.signed and _parameters(weaker) is not None
-            raise InvalidValue(
-                f"no secure sum of {members} members withstands colluding={self.colluding:g} and "
-                f"dropouts={self.dropouts:g} ({colluders} colluders and {lost} lost members): "
-                "lower colluding or dropouts, or take larger cohorts"
-                + (", or set SecureSum(resist_equivocation=False)" if suffices else "")
-            )
-        num_neighbors, threshold = graph
-        parameters = SumParameters(
-            members=members,
-            num_neighbors=num_neighbors,
-            threshold=threshold,
-            least_answers=least,
-            colluders=colluders,
-            signed=self.signed,
-        )
-        if parameters.honest_answers < 2:
-            raise InvalidValue(
-                f"signed=True with dropouts={self.dropouts:g} and {members} members: expected "
-                f"smaller dropouts, because a server that lies about {lost} lost members could see "
-                "the vector of a single honest member"
-            )
-        return parameters
 
     def describe(self) -> str:
         """Return one line for the log."""

@@ -169,6 +169,25 @@ def as_float64(array: Any) -> Any:
     return namespace.astype(array, namespace.float64)
 
 
+def flat_rows(rows: NamedArrays) -> dict[str, Any]:
+    """Return copies in float64 of arrays of shape (rows, …); each row becomes flat."""
+    return {
+        name: api.array_namespace(array).reshape(
+            as_float64(array), (array.shape[0], math.prod(array.shape[1:]))
+        )
+        for name, array in rows.items()
+    }
+
+
+def split_into(shapes: Mapping[str, tuple[int, ...]], flat: np.ndarray) -> dict[str, np.ndarray]:
+    """Return consecutive parts of a flat array as arrays of the given shapes."""
+    ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
+    parts = np.split(flat, ends[:-1])
+    return {
+        name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
+    }
+
+
 def scaled_norm(update: NamedArrays) -> tuple[float, float]:
     """Return two factors whose product is the L2 norm.
 

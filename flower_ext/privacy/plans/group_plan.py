@@ -11,7 +11,7 @@ from flower_ext.privacy.base_plan import PlainAverage
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.protections import ProtectedByTraining, Protection
 from flower_ext.privacy.run_summary import RunSummary
-from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
+from flower_ext.privacy.theorems.uldp_group_theorem import uldp_group_guarantees
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.protections import OutputPerturbation, Perturbation, Protection
 from flower_ext.privacy.mechanisms.round_mechanism import NoisedValue
 from flower_ext.privacy.run_summary import RunSummary
-from flower_ext.privacy.theorems.upcycled import (
+from flower_ext.privacy.theorems.upcycled_theorem import (
     LocalObjective,
     epsilons,
     perturbation_guarantees,

@@ -4,33 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flower_ext.checks import Checked, Count, Positive, ProperFraction
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting.gaussian import gaussian_loss
-from flower_ext.privacy.accounting.sampling import FullParticipation, Sampling
+from flower_ext.privacy.accounting.sampling import Sampling
 from flower_ext.privacy.base_plan import PlainAverage
-from flower_ext.privacy.guarantee import Basis, Condition, Guarantee
+from flower_ext.privacy.guarantee import Basis, Guarantee
 from flower_ext.privacy.mechanisms.protections import ClipSteps, OutputPerturbation, Protection
 from flower_ext.privacy.mechanisms.round_mechanism import NoisedValue, RoundMechanism
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
-from flower_ext.privacy.theorems.claims import (
-    LOADS,
-    ON_A_GRID,
-    OUTLIVES,
-    OWN_GRADIENTS,
-    Claims,
-    noise_assumption,
-)
 from flower_ext.privacy.theorems.dp_ditto_theorem import (
     ClippedSteps,
+    RecordLevelTerms,
     composed_noise_stddev,
     dp_ditto_noise_stddev,
+    record_level_guarantees,
 )
-from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordLevelPlan(Checked, PlainAverage):
+class RecordLevelPlan(RecordLevelTerms, PlainAverage):
     """A plan in which each client clips and noises the local model that it uploads in every round.
 
     Privacy unit: one record of one client, replaced by another. The server sees every upload.
@@ -62,27 +53,6 @@ class RecordLevelPlan(Checked, PlainAverage):
     """
 
     client_protects = True
-
-    sampling: Sampling
-    clipping_norm: Positive
-    noise_stddev: Positive
-    num_examples: Count
-    rounds: Count
-    delta: ProperFraction
-    steps: ClippedSteps | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.sampling, FullParticipation):
-            raise InvalidValue(
-                f"sampling={self.sampling!r}: expected FullParticipation, because every client "
-                "uploads in every round"
-            )
-        if self.steps is not None and self.num_examples != self.steps.num_examples:
-            raise InvalidValue(
-                f"num_examples={self.num_examples!r}: expected {self.steps.num_examples}, as in "
-                "ClippedSteps"
-            )
 
     @classmethod
     def for_target(
@@ -128,17 +98,6 @@ class RecordLevelPlan(Checked, PlainAverage):
             delta=delta,
             steps=steps,
         )
-
-    @property
-    def upload_stddev(self) -> float:
-        """σ_u: stddev of the noise in each weight of an upload, from all ``steps`` together."""
-        return self.noise_stddev * (1.0 if self.steps is None else self.steps.upload_stddev(1.0))
-
-    @property
-    def upload_sensitivity(self) -> float:
-        """Largest L2 distance by which replacing one record moves an upload without noise."""
-        diameter = 2 * self.clipping_norm  # of the ball of clipped models
-        return diameter if self.steps is None else min(diameter, self.steps.upload_sensitivity)
 
     def describe(self) -> str:
         """Describe the plan in words, for the log."""
@@ -217,78 +176,5 @@ class RecordLevelPlan(Checked, PlainAverage):
         )
 
     def guarantees(self, run: RunSummary) -> list[Guarantee]:
-        """Return the published and the provable guarantee for one record of any client.
-
-        Both count one upload of every client in every round.
-        """
-        rounds = run.participations.rounds
-        claims = Claims(
-            unit=PrivacyUnit.RECORD,
-            relation=NeighboringRelation.REPLACE_ONE,
-            delta=self.delta,
-            assumptions=(
-                "clients train, clip and add noise as instructed",
-                "personal models, and all else that depends on a client's records, stay on the "
-                "client",
-                "the planned rounds and each client's number of examples are public",
-                "arithmetic in floating point stays within the margins of clipping",
-                *(() if self.steps is None else (OWN_GRADIENTS,)),
-                LOADS,
-                OUTLIVES,
-                ON_A_GRID,
-                noise_assumption(run.secure_noise),
-            ),
-            not_covered=run.not_covered,
-        )
-        steps, moved = self.steps, self.upload_sensitivity
-        if steps is None:
-            loss = gaussian_loss(self.noise_stddev / moved, releases=rounds, delta=self.delta)
-            source = f"{rounds} uploads, sensitivity 2C = {moved:.4g}"
-        else:
-            loss = steps.loss(self.noise_stddev, delta=self.delta, rounds=rounds)
-            source = (
-                f"{rounds} rounds of {steps.local_steps} noised steps, {steps.uses_per_round} of "
-                f"them with any one record, sensitivity 2ηG/B = {steps.sensitivity:.4g} of a step"
-            )
-        provable = claims.provable(AdversaryView.EACH_UPLOAD, loss, source)
-        return [self._eqns_7_8(claims, rounds), provable]
-
-    def _eqns_7_8(self, claims: Claims, rounds: int) -> Guarantee:
-        clients, moved = self.sampling.population, self.upload_sensitivity
-        claimed = 2 * self.clipping_norm / self.num_examples
-        # By Eqns 7–8, noise times ε is constant, so the noise for ε = 1 is this constant.
-        for_one = dp_ditto_noise_stddev(
-            epsilon=1.0,
-            delta=self.delta,
-            rounds=rounds,
-            num_clients=clients,
-            num_examples=self.num_examples,
-            clipping_norm=self.clipping_norm,
-        )
-        epsilon, multiplier = for_one / self.upload_stddev, self.upload_stddev / claimed
-        # The published proof assumes that sampling with q = 1/N reduces T releases to qT.
-        thinned = gaussian_loss(multiplier, releases=rounds / clients, delta=self.delta).epsilon
-        conditions = (
-            Condition(
-                f"1/N is a sampling rate (q = 1/{clients}; every client takes part in every round, "
-                "so q = 1)",
-                clients == 1,
-            ),
-            Condition(
-                f"one record moves a clipped local model by at most 2C/|D_n| = {claimed:.4g} (what "
-                f"holds is {moved:.4g})",
-                moved <= claimed,
-            ),
-            Condition(
-                "the closed form is at least the ε of qT Gaussians with sensitivity 2C/|D_n| "
-                f"(exact ε = {thinned:.4g}, closed form {epsilon:.4g})",
-                thinned <= epsilon,
-            ),
-        )
-        return claims.published(
-            AdversaryView.EACH_UPLOAD,
-            epsilon,
-            accountant="closed form (moments accountant)",
-            source="Zhao et al., DP-Ditto, Eqns 7–8",
-            conditions=conditions,
-        )
+        """Return the published and the provable guarantee for one record of any client."""
+        return record_level_guarantees(self, run)

@@ -76,14 +76,14 @@ class AdaptiveRelease(ReleaseMechanism):
     """
 
     clipping: AdaptiveClipping
-    update_norm: float
+    adaptive_norm: float
     """Norm C of the round."""
     clipping_norm: float = field(init=False)
 
     def __post_init__(self) -> None:
-        require_positive("update_norm", self.update_norm)
+        require_positive("adaptive_norm", self.adaptive_norm)
         spent_on_count = (self.noise_multiplier / self._count_noise / 2) ** 2
-        bound = self.update_norm / math.sqrt(1 - spent_on_count)
+        bound = self.adaptive_norm / math.sqrt(1 - spent_on_count)
         object.__setattr__(self, "clipping_norm", bound)
         super().__post_init__()
 
@@ -109,29 +109,29 @@ class AdaptiveRelease(ReleaseMechanism):
         usual = super().protection(run, cohort_size)
         if not isinstance(usual, ClipAndNoise):
             return usual
-        return replace(usual, update_norm=self.update_norm, side_weight=self.side_weight)
+        return replace(usual, adaptive_norm=self.adaptive_norm, side_weight=self.side_weight)
 
     def begin_sum(self, like: NamedArrays) -> RunningSum:
         """Return an empty sum. If the server adds the noise, the sum also computes the sides."""
         if not self.noised_by_server:
             return super().begin_sum(like)
-        return SidedSum(like, self.clipping_norm, self.update_norm, self.side_weight)
+        return SidedSum(like, self.clipping_norm, self.adaptive_norm, self.side_weight)
 
     def after(self, mean: Aggregate) -> tuple[Aggregate, AdaptiveRelease]:
         """Return the mean of the updates, and the mechanism with the next round's clipping norm."""
         value = dict(mean.value)
         fraction = 0.5 + float(value.pop(SIDE)[0]) / self.side_weight
-        norm = self.clipping.next_norm(self.update_norm, fraction)
-        return replace(mean, value=value), replace(self, update_norm=norm)
+        norm = self.clipping.next_norm(self.adaptive_norm, fraction)
+        return replace(mean, value=value), replace(self, adaptive_norm=norm)
 
     @property
     def state(self) -> Mapping[str, float]:
         """The norm C of the round."""
-        return {"clipping_norm": self.update_norm}
+        return {"adaptive_norm": self.adaptive_norm}
 
     def restored(self, state: Mapping[str, float]) -> AdaptiveRelease:
         """Return the mechanism with the norm that a checkpoint holds."""
-        return replace(self, update_norm=state["clipping_norm"])
+        return replace(self, adaptive_norm=state["adaptive_norm"])
 
     @property
     def assumptions(self) -> tuple[str, ...]:

@@ -199,4 +199,4 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
             )
         terms = self.terms()
         clipping = terms.pop("clipping_norm")  # the mechanism computes its bound from each norm
-        return AdaptiveRelease(clipping=clipping, update_norm=norm.initial, silos=silos, **terms)
+        return AdaptiveRelease(clipping=clipping, adaptive_norm=norm.initial, silos=silos, **terms)

@@ -101,26 +101,34 @@ def _under(relation: NeighboringRelation, releases: Counts | None) -> Counts | N
     )
 
 
-def amplified_loss(mechanism: NoisedSum, participations: Participations) -> tuple[PrivacyLoss, str]:
-    """Return the loss to an adversary that does not know who was drawn, and a description."""
-    loss = privacy_loss_of(mechanism.releases(participations), delta=mechanism.delta)
-    return loss, (
-        f"{mechanism.sampling.describe()}, noise multiplier {mechanism.noise_multiplier:.4g}, "
+def amplified_loss(
+    mechanism: NoisedSum, participations: Participations, *, noise: float = 1.0
+) -> tuple[PrivacyLoss, str]:
+    """Return the loss to an adversary that does not know who was drawn, and a description.
+
+    ``noise`` is the part of the noise, as a fraction of its standard deviation, that protects what
+    the adversary sees.
+    """
+    releases = mechanism.releases(participations).items()
+    seen = [(release.with_noise(noise), count) for release, count in releases]
+    multiplier = mechanism.noise_multiplier * noise
+    return privacy_loss_of(dict(seen), delta=mechanism.delta), (
+        f"{mechanism.sampling.describe()}, noise multiplier {multiplier:.4g}, "
         f"{participations.rounds} rounds{_answers(participations)}"
         + (", sensitivity 2C" if mechanism.release.relation.sensitivity_factor == 2 else "")
     )
 
 
 def exposed_loss(
-    mechanism: NoisedSum, participations: Participations, weight: float
+    mechanism: NoisedSum, participations: Participations, weight: float, *, noise: float = 1.0
 ) -> tuple[PrivacyLoss, str]:
     """Return the loss to an adversary that knows who was drawn, and a description.
 
     Sampling then amplifies nothing. ``weight`` belongs to the most exposed unit: the run reveals as
     much about this unit as ``weight`` sums, each with the unit's whole contribution and the whole
-    noise.
+    noise. ``noise`` is as in `amplified_loss`.
     """
-    release = mechanism.release
+    release = mechanism.release.with_noise(noise)
     # A protocol's errors add up over all rounds, not only those of the most exposed unit.
     loss = with_approximation_error(
         lambda delta: gaussian_loss(release.noise_multiplier, releases=weight, delta=delta),
@@ -133,6 +141,18 @@ def exposed_loss(
 
 def _answers(participations: Participations) -> str:
     return "".join(f", {n} sums of {query}" for query, n in participations.answers.items())
+
+
+def share_words(mechanism: NoisedSum, shares: str, *, uploads: str) -> tuple[str, str, str]:
+    """Return words on clients' shares of the noise, for descriptions of losses to the server.
+
+    The first is the number of shares that carry the whole noise; without a secure sum, it is
+    ``shares``. The others end the description of a loss from sums, and of a loss from uploads.
+    ``uploads`` is the pronoun for these uploads.
+    """
+    if mechanism.secure_sum is None:
+        return shares, "", ""
+    return "least answers", ", without the noise of colluders", f", if no mask hides {uploads}"
 
 
 def noise_assumption(secure: bool) -> str:
@@ -237,6 +257,8 @@ OWN_GRADIENTS = (
     "proof)"
 )
 """The assumption about DP-SGD on models for whose layers it is not proved."""
+AS_INSTRUCTED = "clients train, clip and add noise as instructed"
+PUBLIC_SIZES = "the planned rounds and each client's number of examples are public"
 LOADS = "no single record keeps a client from loading its data (Task.data)"
 """The assumption that no single record decides whether a client answers."""
 OUTLIVES = (

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.events import PrivacyLoss
+from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.accounting.sampling import (
     FixedSizeSampling,
     FullParticipation,
@@ -29,6 +30,7 @@ from flower_ext.privacy.theorems.claims import (
     noise_assumption,
     of_secure_sum,
     others_noise,
+    share_words,
 )
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation
 
@@ -95,29 +97,28 @@ def client_level_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guara
         "the server follows the protocol and keeps uploads to itself",
         relation=mechanism.release.relation,
     )
-    if by_server:
+    return [models, *_against_server(mechanism, participations, claims)]
+
+
+def _against_server(
+    mechanism: NoisedSum, participations: Participations, claims: Claims
+) -> list[Guarantee]:
+    """Return the guarantees against a server that sees sums, and one that sees each upload."""
+    if mechanism.noised_by_server:
         nothing = replace(claims, assumptions=(), not_covered=())
         loss = PrivacyLoss(epsilon=math.inf, delta=mechanism.delta, accountant="none")
         source = "the server adds the noise after it has seen the uploads"
         views = (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD)
-        return [models, *(nothing.provable(view, loss, source) for view in views)]
-
+        return [nothing.provable(view, loss, source) for view in views]
     in_sums, of_sums = exposed_loss(mechanism, participations, participations.in_sums)
     in_uploads, of_uploads = exposed_loss(mechanism, participations, participations.in_uploads)
-    hidden: tuple[str, ...] = (WHOLE_UPLOADS, NO_SECURE_SUM)
-    share, masks_fall = "cohort", ""
-    if mechanism.secure_sum is not None:
-        hidden, share, masks_fall = (
-            of_secure_sum(mechanism),
-            "least answers",
-            ", if no mask hides it",
-        )
-        of_sums += ", without the noise of colluders"
-    of_uploads = f"noise multiplier σ/√{share} of a single upload; {of_uploads}{masks_fall}"
+    shares, honest, unmasked = share_words(mechanism, "cohort", uploads="it")
+    single = f"noise multiplier σ/√{shares} of a single upload; {of_uploads}{unmasked}"
+    masked = mechanism.secure_sum is not None
+    hidden = of_secure_sum(mechanism) if masked else (WHOLE_UPLOADS, NO_SECURE_SUM)
     return [
-        models,
-        claims.provable(AdversaryView.SUM_ONLY, in_sums, of_sums, *hidden),
-        claims.provable(AdversaryView.EACH_UPLOAD, in_uploads, of_uploads),
+        claims.provable(AdversaryView.SUM_ONLY, in_sums, of_sums + honest, *hidden),
+        claims.provable(AdversaryView.EACH_UPLOAD, in_uploads, single),
     ]
 
 

@@ -34,6 +34,7 @@ from flower_ext.checks import (
     Checked,
     Count,
     Positive,
+    ProperFraction,
     require_at_least_one,
     require_delta,
     require_positive,
@@ -42,8 +43,20 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.calibration import calibrate_noise_multiplier
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
-from flower_ext.privacy.accounting.sampling import FullParticipation
-from flower_ext.privacy.units import NeighboringRelation
+from flower_ext.privacy.accounting.sampling import FullParticipation, Sampling
+from flower_ext.privacy.guarantee import Condition, Guarantee
+from flower_ext.privacy.run_summary import RunSummary
+from flower_ext.privacy.theorems.claims import (
+    AS_INSTRUCTED,
+    LOADS,
+    ON_A_GRID,
+    OUTLIVES,
+    OWN_GRADIENTS,
+    PUBLIC_SIZES,
+    Claims,
+    noise_assumption,
+)
+from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 LARGEST_WEIGHT = 2.0
 """Value of ``global_weight``, λ, at which a personal model equals the global one."""
@@ -141,6 +154,120 @@ class ClippedSteps(Checked):
     @property
     def _step(self) -> float:
         return self.learning_rate * self.gradient_clipping_norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordLevelTerms(Checked):
+    """The values that a user chooses for a run of noised models; see `RecordLevelPlan`."""
+
+    sampling: Sampling
+    clipping_norm: Positive
+    noise_stddev: Positive
+    num_examples: Count
+    rounds: Count
+    delta: ProperFraction
+    steps: ClippedSteps | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.sampling, FullParticipation):
+            raise InvalidValue(
+                f"sampling={self.sampling!r}: expected FullParticipation, because every client "
+                "uploads in every round"
+            )
+        if self.steps is not None and self.num_examples != self.steps.num_examples:
+            raise InvalidValue(
+                f"num_examples={self.num_examples!r}: expected {self.steps.num_examples}, as in "
+                "ClippedSteps"
+            )
+
+    @property
+    def upload_stddev(self) -> float:
+        """σ_u: stddev of the noise in each weight of an upload, from all ``steps`` together."""
+        return self.noise_stddev * (1.0 if self.steps is None else self.steps.upload_stddev(1.0))
+
+    @property
+    def upload_sensitivity(self) -> float:
+        """Largest L2 distance by which replacing one record moves an upload without noise."""
+        diameter = 2 * self.clipping_norm  # of the ball of clipped models
+        return diameter if self.steps is None else min(diameter, self.steps.upload_sensitivity)
+
+
+def record_level_guarantees(terms: RecordLevelTerms, run: RunSummary) -> list[Guarantee]:
+    """Return the published and the provable guarantee for one record of any client.
+
+    Both count one upload of every client in every round.
+    """
+    steps, moved, rounds = terms.steps, terms.upload_sensitivity, run.participations.rounds
+    claims = Claims(
+        unit=PrivacyUnit.RECORD,
+        relation=NeighboringRelation.REPLACE_ONE,
+        delta=terms.delta,
+        assumptions=(
+            AS_INSTRUCTED,
+            "personal models, and all else that depends on a client's records, stay on the client",
+            PUBLIC_SIZES,
+            "arithmetic in floating point stays within the margins of clipping",
+            *(() if steps is None else (OWN_GRADIENTS,)),
+            LOADS,
+            OUTLIVES,
+            ON_A_GRID,
+            noise_assumption(run.secure_noise),
+        ),
+        not_covered=run.not_covered,
+    )
+    if steps is None:
+        loss = gaussian_loss(terms.noise_stddev / moved, releases=rounds, delta=terms.delta)
+        source = f"{rounds} uploads, sensitivity 2C = {moved:.4g}"
+    else:
+        loss = steps.loss(terms.noise_stddev, delta=terms.delta, rounds=rounds)
+        source = (
+            f"{rounds} rounds of {steps.local_steps} noised steps, {steps.uses_per_round} of "
+            f"them with any one record, sensitivity 2ηG/B = {steps.sensitivity:.4g} of a step"
+        )
+    provable = claims.provable(AdversaryView.EACH_UPLOAD, loss, source)
+    return [_eqns_7_8(terms, claims, rounds), provable]
+
+
+def _eqns_7_8(terms: RecordLevelTerms, claims: Claims, rounds: int) -> Guarantee:
+    clients, moved = terms.sampling.population, terms.upload_sensitivity
+    claimed = 2 * terms.clipping_norm / terms.num_examples
+    # By Eqns 7–8, noise times ε is constant, so the noise for ε = 1 is this constant.
+    for_one = dp_ditto_noise_stddev(
+        epsilon=1.0,
+        delta=terms.delta,
+        rounds=rounds,
+        num_clients=clients,
+        num_examples=terms.num_examples,
+        clipping_norm=terms.clipping_norm,
+    )
+    epsilon, multiplier = for_one / terms.upload_stddev, terms.upload_stddev / claimed
+    # The published proof assumes that sampling with q = 1/N reduces T releases to qT.
+    thinned = gaussian_loss(multiplier, releases=rounds / clients, delta=terms.delta).epsilon
+    conditions = (
+        Condition(
+            f"1/N is a sampling rate (q = 1/{clients}; every client takes part in every round, "
+            "so q = 1)",
+            clients == 1,
+        ),
+        Condition(
+            f"one record moves a clipped local model by at most 2C/|D_n| = {claimed:.4g} (what "
+            f"holds is {moved:.4g})",
+            moved <= claimed,
+        ),
+        Condition(
+            "the closed form is at least the ε of qT Gaussians with sensitivity 2C/|D_n| "
+            f"(exact ε = {thinned:.4g}, closed form {epsilon:.4g})",
+            thinned <= epsilon,
+        ),
+    )
+    return claims.published(
+        AdversaryView.EACH_UPLOAD,
+        epsilon,
+        accountant="closed form (moments accountant)",
+        source="Zhao et al., DP-Ditto, Eqns 7–8",
+        conditions=conditions,
+    )
 
 
 def composed_noise_stddev(

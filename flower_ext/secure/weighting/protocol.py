@@ -69,9 +69,9 @@ class WeightingProtocol(Checked, ABC):
     draw_choices: Several | None = None
 
     @property
-    def hidden_draw(self) -> str:
-        """Assumption under which no party knows the drawn users; empty if the server draws them."""
-        return "" if self.draw_choices is None else self.secret_draw
+    def hidden_draw(self) -> str | None:
+        """Assumption under which no party knows the drawn users; None if the server draws them."""
+        return None if self.draw_choices is None else self.secret_draw
 
     @property
     def disclosures(self) -> Sequence[str]:

@@ -40,7 +40,7 @@ def _trial(experiment: Experiment, world: World, grid: _Listener) -> tuple[Obser
 
     def note(number: int, arrays: ArrayRecord) -> MetricRecord | None:
         state = {} if run is None else run.mechanism.state
-        norm = {NEXT_NORM: np.log([state["clipping_norm"]])} if state else {}
+        norm = {NEXT_NORM: np.log([state["adaptive_norm"]])} if state else {}
         models[number] = {**_wide(records.to_arrays(arrays)), **norm}
         if number < experiment.rounds:
             grid.begin(number + 1)

@@ -75,11 +75,11 @@ def start(clipping, rounds, *, weighting="equal", sum=None, data=None, **changes
         initial(),
         num_rounds=rounds,
         evaluate_fn=lambda number, _: (
-            norms.append(strategy.run.progress.row["clipping_norm"]) if number else None
+            norms.append(strategy.run.progress.row["adaptive_norm"]) if number else None
         ),
     )
     assert strategy.refusals == []
-    return [*norms, strategy.run.mechanism.update_norm], strategy
+    return [*norms, strategy.run.mechanism.adaptive_norm], strategy
 
 
 def steps(weight, rounds):
@@ -174,7 +174,7 @@ def test_rows_have_the_sides_that_single_updates_have():
 def test_users_in_all_silos_move_the_sum_by_at_most_one_bound(norms):
     """Weights of 1/3 in three silos, with parts of any lengths and directions."""
     protection = ClipAndNoise(
-        of_units=True, clipping_norm=1.0, noise_stddev=1.0, update_norm=0.6, side_weight=1.6
+        of_units=True, clipping_norm=1.0, noise_stddev=1.0, adaptive_norm=0.6, side_weight=1.6
     )
     rng, moved = torch.Generator().manual_seed(0), None
     for norm in norms:

@@ -225,7 +225,7 @@ def test_members_and_noise_do_not_reveal_how_many_users_were_drawn(drawn, monkey
     own = strategy.run.mechanism
     assert {round_["noise-stddev"] for round_ in asked} == {own.masked.share_stddev}
     assert own.masked.bits == 32
-    assert own.cohort_size == SILOS
+    assert own.num_members == SILOS
     sizes = {len(r.content[records.UPDATE]["message"].numpy()) for r in uploads(grid)}
     assert len(sizes) == 1
 

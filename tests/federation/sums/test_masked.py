@@ -74,7 +74,7 @@ def raw_updates():
 def expected_model(answered):
     """Return the next model by a plain sum of the same clipped, rounded and noised updates."""
     private = plan().mechanism()
-    protection = private.client_protection(private.cohort_size)
+    protection = private.client_protection(private.num_members)
     start = records.to_arrays(initial())
     total = {name: np.zeros(array.shape, np.int64) for name, array in start.items()}
     for partition, update in raw_updates().items():

@@ -11,7 +11,7 @@ from flower_ext.privacy import (
     PoissonSampling,
 )
 from flower_ext.privacy.accounting.group_privacy import _binomial, group_loss
-from flower_ext.privacy.theorems.uldp_group import (
+from flower_ext.privacy.theorems.uldp_group_theorem import (
     group_loss_by_conversion,
     group_loss_by_renyi,
     uldp_group_guarantees,

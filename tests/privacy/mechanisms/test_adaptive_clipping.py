@@ -151,7 +151,7 @@ def test_epsilon_is_exactly_that_of_a_fixed_norm(sampling, bit_noise):
                 other.relation,
             )
             assert "a function of earlier releases" in one.statement()
-        adaptive = adaptive.restored({"clipping_norm": 77.0})
+        adaptive = adaptive.restored({"adaptive_norm": 77.0})
 
 
 def test_noise_is_calibrated_as_for_a_fixed_norm():
@@ -173,11 +173,11 @@ def test_the_norm_follows_the_released_fraction_down_if_most_are_within_it():
         released = Aggregate(value=mean, answered=COHORT, topped_up_stddev=0.0)
         shown, following = mechanism.after(released)
         assert shown.value.keys() == LIKE.keys()
-        assert following.state == {"clipping_norm": following.update_norm}
+        assert following.state == {"adaptive_norm": following.adaptive_norm}
         assert following.noise_stddev == pytest.approx(
-            mechanism.noise_stddev * following.update_norm
+            mechanism.noise_stddev * following.adaptive_norm
         )
-        return following.update_norm
+        return following.adaptive_norm
 
     assert next_norm(0.3) == pytest.approx(1.0)
     assert next_norm(1.0) == pytest.approx(math.exp(-0.35))

@@ -54,7 +54,7 @@ def test_a_masked_sum_of_clients_refuses_cohorts_whose_size_is_secret():
     sums = SecureSum(colluding=0.0, dropouts=0.2)
     with pytest.raises(InvalidValue, match="expected cohorts of a fixed size"):
         noised_sum(placement=sums)
-    assert noised_sum(FixedSizeSampling(50, 10), placement=sums).cohort_size == 10
+    assert noised_sum(FixedSizeSampling(50, 10), placement=sums).num_members == 10
     with pytest.raises(InvalidValue, match="a cohort of 2: expected at least 3"):
         noised_sum(FixedSizeSampling(50, 2), placement=sums)
 
@@ -129,7 +129,7 @@ def released_sum(mechanism, cells, *, answered, like):
     summed = mechanism.begin_sum(like)
     summed.add(cells)
     summed.count = answered
-    return mechanism.aggregate(summed, cohort_size=mechanism.cohort_size, noise=SecureNoise())
+    return mechanism.aggregate(summed, cohort_size=mechanism.num_members, noise=SecureNoise())
 
 
 def test_a_guarantee_names_possible_colluders_and_a_server_that_does_not_equivocate():
@@ -199,7 +199,7 @@ def test_whatever_a_plan_accepts_its_clients_and_its_server_can_add(stddevs, dro
     sums = SecureSum(colluding=0.0, dropouts=dropouts, resist_equivocation=False)
     own = sums_of(noise_multiplier=stddevs, noise_placement=sums)
     update = {"a": np.ones(3)}
-    cells = own.client_protection(own.cohort_size).released(update, SecureNoise())
+    cells = own.client_protection(own.num_members).released(update, SecureNoise())
     least = own.masked.parameters.least_answers
     found = released_sum(own, cells, answered=least, like=update)
     assert np.isfinite(found.value["a"]).all()
@@ -238,7 +238,7 @@ def test_silos_are_members_whatever_users_are_drawn():
         sums_of(sampling=sampling, silos=5, **users)
         for sampling in (sampled, FullParticipation(1_000), PoissonSampling(10, 0.9))
     ]
-    assert {own.cohort_size for own in mechanisms} == {5}
+    assert {own.num_members for own in mechanisms} == {5}
     assert {own.masked.parameters.least_answers for own in mechanisms} == {4}
     assert len({own.masked.share_stddev for own in mechanisms}) == 1
     for silos, said in ((2, "a cohort of 2"), (None, "with Poisson sampling")):
@@ -275,15 +275,15 @@ def test_a_sum_of_the_largest_honest_answers_is_released_but_none_larger(numbers
     """All units send C in one direction, and their noise lies there too, as far as it ever does."""
     own = sums_of(silos=silos)
     largest = own.sampling.population * own.clipping_norm
-    stddev = own.masked.share_stddev * math.sqrt(own.cohort_size)
+    stddev = own.masked.share_stddev * math.sqrt(own.num_members)
     honest = largest + stddev * math.sqrt(stats.chi2(numbers).isf(2.0**-40))
     like = {"a": np.zeros(numbers)}
 
     def released(norm):
         cells = {"a": np.full(numbers, int(norm / math.sqrt(numbers) / own.masked.cell))}
-        return released_sum(own, cells, answered=own.cohort_size, like=like)
+        return released_sum(own, cells, answered=own.num_members, like=like)
 
-    assert released(honest).answered == own.cohort_size
+    assert released(honest).answered == own.num_members
     spoiled = largest + 1.5 * (honest - largest)
     with pytest.raises(RoundDiscarded, match="a member spoiled it"):
         released(spoiled)

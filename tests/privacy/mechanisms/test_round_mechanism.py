@@ -17,7 +17,7 @@ from flower_ext.privacy import (
     gaussian_loss,
 )
 from tests.support.plans import mechanism, steps
-from tests.support.run_summary import run_summary
+from tests.support.run_summary import run_summary, worst_case
 
 SUMMARY = run_summary({0: 1}, rounds=1, num_examples={0: 50})
 
@@ -78,3 +78,15 @@ def test_without_gaussian_noise_in_a_message_no_value_is_stated():
     )
     assert perturbed.noised_value(SUMMARY, 1) is None
     assert NonPrivatePlan(sampling=everyone).noised_value(SUMMARY, 1) is None
+
+
+def test_of_guarantees_against_several_adversaries_the_largest_epsilon_is_spent():
+    class ThreeViews(NonPrivatePlan):
+        def guarantees(self, run):
+            models, sums, uploads = mechanism().guarantees(run)
+            return [models, uploads, sums]
+
+    run = run_summary(participations=worst_case(3, 10))
+    plan = ThreeViews(sampling=FullParticipation(10))
+    assert plan.spent(run) == {"epsilon_provable": plan.guarantees(run)[1].epsilon}
+    assert plan.spent(run_summary()) == {}

@@ -1,7 +1,7 @@
 import pytest
 
 from flower_ext.privacy import DpSgd, FullParticipation, GroupPlan
-from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
+from flower_ext.privacy.theorems.uldp_group_theorem import uldp_group_guarantees
 from tests.support.run_summary import run_summary
 
 DELTA = 1e-5

@@ -14,7 +14,7 @@ from flower_ext.privacy import (
     SecureNoise,
 )
 from flower_ext.privacy.mechanisms.round_mechanism import RoundDiscarded
-from flower_ext.privacy.theorems.upcycled import (
+from flower_ext.privacy.theorems.upcycled_theorem import (
     epsilons,
     perturbation_guarantees,
     upcycled_theorem_6_2,

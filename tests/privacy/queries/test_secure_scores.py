@@ -179,7 +179,7 @@ def test_each_adversary_pays_for_evaluations_by_the_noise_that_it_sees():
 def test_a_sum_of_scores_is_one_of_all_clients_whoever_trains():
     drawn = plan(sampling=FixedSizeSampling(population=100, size=40)).mechanism()
     (own,) = drawn.query_sums
-    assert own.cohort_size == 100
+    assert own.num_members == 100
     assert own.masked.parameters.members == 100
     assert own.release.relation == drawn.release.relation
     assert own.clipping_norm == pytest.approx(math.sqrt(1.5))

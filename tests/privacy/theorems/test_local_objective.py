@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from flower_ext.privacy import LocalObjective
-from flower_ext.privacy.theorems.upcycled import NEGLIGIBLE_DISTANCE, large_enough
+from flower_ext.privacy.theorems.upcycled_theorem import NEGLIGIBLE_DISTANCE, large_enough
 
 # An L2-regularised logistic regression of two classes, solved exactly.
 KNOWN = LocalObjective(

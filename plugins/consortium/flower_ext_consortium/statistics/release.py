@@ -45,7 +45,7 @@ from flower_ext.federation.client.preparing import NO_DATA
 from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan, ReleasePlan
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import RunSummary
-from flower_ext.privacy.theorems.uldp import Weighting
+from flower_ext.privacy.theorems.uldp_theorem import Weighting
 from flower_ext.training import LocalTraining, Params, Task
 from flower_ext_consortium.statistics.statistic import Estimate, JointStatistics, Statistic
 

@@ -24,7 +24,7 @@ guarantees in pairs: first the guarantee as published, then the provable one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -40,9 +40,11 @@ from flower_ext.privacy.mechanisms.protections import (
 )
 from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.claims import (
+    AS_INSTRUCTED,
     LOADS,
     ON_A_GRID,
     OUTLIVES,
+    PUBLIC_SIZES,
     Claims,
     noise_assumption,
 )
@@ -292,37 +294,98 @@ def perturbation_guarantees(
     Each ε is the largest of all clients; the text in ``source`` also gives the smallest and the
     mean.
     """
-    # One guarantee for all clients: it must hold for the client with the fewest records.
     by_client = epsilons(perturbation, objective, run, delta=delta)
-    published, provable = zip(*by_client.values(), strict=True) if by_client else ((), ())
-    sizes = [run.num_examples.get(client) for client in by_client]
-    needed: tuple[Condition, ...] = ()
-    finite: tuple[str, ...] = ()
     if isinstance(perturbation, OutputPerturbation):
-        theorem, closed_form = f"{_SOURCE} 6.2", "closed form (moments accountant)"
-        reason, conditions = _sensitivity_of_all(perturbation, objective, sizes)
-        accountant, arithmetic = EXACT_GAUSSIAN, ON_A_GRID
-    else:
-        theorem = reason = f"{_SOURCE} 6.3"
-        closed_form, accountant, delta = "closed form (pure DP)", "sum over releases (pure DP)", 0.0
-        conditions = needed = (
-            *objective.theorem_6_3_conditions(),
-            large_enough(objective, min((size or 0 for size in sizes), default=0)),
-            *objective.solution_conditions(),
-        )
+        return _output_guarantees(perturbation, objective, run, by_client, delta)
+    return _objective_guarantees(objective, run, by_client)
+
+
+def _output_guarantees(
+    perturbation: OutputPerturbation,
+    objective: LocalObjective,
+    run: RunSummary,
+    by_client: Mapping[int, tuple[float, float]],
+    delta: float,
+) -> list[Guarantee]:
+    """Return the guarantees of output perturbation, given the two ε of each client."""
+    published, provable = _columns(by_client)
+    sizes = [run.num_examples.get(client) for client in by_client]
+    reason, conditions = _sensitivity_of_all(perturbation, objective, sizes)
+    claims = _claims(run, delta, arithmetic=ON_A_GRID)
+    largest = max(provable, default=0.0)
+    return [
+        claims.published(
+            AdversaryView.EACH_UPLOAD,
+            max(published, default=0.0),
+            accountant="closed form (moments accountant)",
+            source=f"{_SOURCE} 6.2; {_spread(published)}",
+            conditions=conditions,
+            not_covered=tuple(run.not_covered),
+        ),
+        claims.provable(
+            AdversaryView.EACH_UPLOAD,
+            PrivacyLoss(epsilon=largest, delta=delta, accountant=EXACT_GAUSSIAN),
+            f"{reason}; {_spread(provable)}",
+        ),
+    ]
+
+
+def _objective_guarantees(
+    objective: LocalObjective, run: RunSummary, by_client: Mapping[int, tuple[float, float]]
+) -> list[Guarantee]:
+    """Return the guarantees of objective perturbation, at δ = 0, given the two ε of each client."""
+    published, provable = _columns(by_client)
+    # One guarantee for all clients: it must hold for the client with the fewest records.
+    fewest = min((run.num_examples.get(client, 0) for client in by_client), default=0)
+    conditions = (
+        *objective.theorem_6_3_conditions(),
+        large_enough(objective, fewest),
+        *objective.solution_conditions(),
+    )
+    claims = _claims(
+        run,
+        0.0,
         # Training adds the noise, so a client must not send a model whose training failed.
-        finite = ("training ends without an error, with finite numbers, whatever the records are",)
-        arithmetic = (
-            "floating point acts like real numbers (not proven against attacks on low-order bits)"
-        )
-    claims = Claims(
+        "training ends without an error, with finite numbers, whatever the records are",
+        arithmetic="floating point acts like real numbers (not proven against attacks on "
+        "low-order bits)",
+    )
+    largest = max(provable, default=0.0)
+    return [
+        claims.published(
+            AdversaryView.EACH_UPLOAD,
+            max(published, default=0.0),
+            accountant="closed form (pure DP)",
+            source=f"{_SOURCE} 6.3; {_spread(published)}",
+            conditions=conditions,
+            not_covered=tuple(run.not_covered),
+        ),
+        claims.provable(
+            AdversaryView.EACH_UPLOAD,
+            PrivacyLoss(epsilon=largest, delta=0.0, accountant="sum over releases (pure DP)"),
+            f"{_SOURCE} 6.3; {_spread(provable)}",
+            conditions=conditions,
+        ),
+    ]
+
+
+def _columns(
+    by_client: Mapping[int, tuple[float, float]],
+) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the published ε of all clients, and the provable ε of all clients."""
+    published, provable = zip(*by_client.values(), strict=True) if by_client else ((), ())
+    return published, provable
+
+
+def _claims(run: RunSummary, delta: float, *of_training: str, arithmetic: str) -> Claims:
+    return Claims(
         unit=PrivacyUnit.RECORD,
         relation=NeighboringRelation.REPLACE_ONE,
         delta=delta,
         assumptions=(
-            "clients train, clip and add noise as instructed",
-            *finite,
-            "the planned rounds and each client's number of examples are public",
+            AS_INSTRUCTED,
+            *of_training,
+            PUBLIC_SIZES,
             "bounds on the loss hold for every possible record",
             LOADS,
             OUTLIVES,
@@ -331,23 +394,6 @@ def perturbation_guarantees(
         ),
         not_covered=run.not_covered,
     )
-    largest = max(provable, default=0.0)
-    return [
-        claims.published(
-            AdversaryView.EACH_UPLOAD,
-            max(published, default=0.0),
-            accountant=closed_form,
-            source=f"{theorem}; {_spread(published)}",
-            conditions=conditions,
-            not_covered=tuple(run.not_covered),
-        ),
-        claims.provable(
-            AdversaryView.EACH_UPLOAD,
-            PrivacyLoss(epsilon=largest, delta=delta, accountant=accountant),
-            f"{reason}; {_spread(provable)}",
-            conditions=needed,
-        ),
-    ]
 
 
 def _sensitivity_of_all(

@@ -25,8 +25,8 @@ from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.group_privacy import DpSgd, group_loss
 from flower_ext.privacy.accounting.renyi import sampled_gaussian_renyi
 from flower_ext.privacy.guarantee import Condition, Guarantee
-from flower_ext.privacy.theorems.claims import OWN_GRADIENTS, noise_assumption
-from flower_ext.privacy.theorems.uldp import OF_SILOS, user_claims
+from flower_ext.privacy.theorems.claims import OWN_GRADIENTS, Claims, noise_assumption
+from flower_ext.privacy.theorems.uldp_theorem import OF_SILOS, user_claims
 from flower_ext.privacy.units import AdversaryView
 
 
@@ -46,10 +46,6 @@ def uldp_group_guarantees(
     uses the Rényi orders α of the authors' figures, although Lemma 9 does not hold for some of
     these orders. `group_loss` computes the provable guarantee.
     """
-    loss = group_loss(silo, group_size=group_size, delta=delta)
-    doublings = group_size.bit_length() - 1
-    group = 2**doublings
-    epsilon, order = lemma_9(silo, doublings, delta, orders=_orders_of_the_figures(group))
     claims = user_claims(
         delta,
         *OF_SILOS,
@@ -65,34 +61,38 @@ def uldp_group_guarantees(
             *not_covered,
         ),
     )
+    loss = group_loss(silo, group_size=group_size, delta=delta)
+    source = f"group of {group_size} records, DP-SGD in {num_silos} silos"
     return [
-        claims.published(
-            AdversaryView.EACH_UPLOAD,
-            epsilon,
-            accountant="RDP (group of 2^c records)",
-            source="Kato et al., Uldp-FL, Theorem 4",
-            conditions=(
-                Condition(
-                    f"groups of {group_size} records are covered (ε is for groups of {group})",
-                    group == group_size,
-                ),
-                Condition(
-                    f"the order is one for which Lemma 9 holds, α ≥ {2 * group} (α = {order:g})",
-                    order >= 2 * group,
-                ),
-                Condition(
-                    "the choice of the kept records is private (it reads the exact numbers of "
-                    "records)",
-                    False,
-                ),
+        _theorem_4(silo, group_size, claims),
+        claims.provable(AdversaryView.EACH_UPLOAD, loss, source),
+    ]
+
+
+def _theorem_4(silo: DpSgd, group_size: int, claims: Claims) -> Guarantee:
+    doublings = group_size.bit_length() - 1
+    group = 2**doublings
+    epsilon, order = lemma_9(silo, doublings, claims.delta, orders=_orders_of_the_figures(group))
+    return claims.published(
+        AdversaryView.EACH_UPLOAD,
+        epsilon,
+        accountant="RDP (group of 2^c records)",
+        source="Kato et al., Uldp-FL, Theorem 4",
+        conditions=(
+            Condition(
+                f"groups of {group_size} records are covered (ε is for groups of {group})",
+                group == group_size,
+            ),
+            Condition(
+                f"the order is one for which Lemma 9 holds, α ≥ {2 * group} (α = {order:g})",
+                order >= 2 * group,
+            ),
+            Condition(
+                "the choice of the kept records is private (it reads the exact numbers of records)",
+                False,
             ),
         ),
-        claims.provable(
-            AdversaryView.EACH_UPLOAD,
-            loss,
-            f"group of {group_size} records, DP-SGD in {num_silos} silos",
-        ),
-    ]
+    )
 
 
 def _orders_of_the_figures(group: int) -> list[float]:

@@ -18,15 +18,15 @@ from flower_ext.privacy import (
     gaussian_loss,
     privacy_loss_of,
 )
-from flower_ext.privacy.run_summary import MethodTraits, RunSummary
-from flower_ext.privacy.theorems.uldp import (
+from flower_ext.privacy.run_summary import MethodTraits, RunSummary, SumTerms
+from flower_ext.privacy.theorems.uldp_group_theorem import uldp_group_guarantees
+from flower_ext.privacy.theorems.uldp_theorem import (
     drawn_by_silos,
     sums_of_users,
     uldp_avg_guarantees,
     uldp_closed_form,
     uldp_naive_guarantees,
 )
-from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
 from tests.support.guarantees import by_basis
 from tests.support.plans import mechanism_of
 from tests.support.run_summary import run_summary, worst_case
@@ -57,7 +57,7 @@ def averaging_guarantees(
     num_silos=5,
     weighting="equal",
     drawn=None,
-    hidden_draw="",
+    hidden_draw=None,
     sensitivity=1.0,
     **facts,
 ):
@@ -67,7 +67,7 @@ def averaging_guarantees(
     seen.rounds = rounds
     run = RunSummary(method=method, participations=seen, **facts)
     sums = mechanism_of(plan, silos=num_silos, sensitivity=sensitivity)
-    return uldp_avg_guarantees(sums, run, hidden_draw=hidden_draw)
+    return uldp_avg_guarantees(sums, run, SumTerms(hidden_draw=hidden_draw))
 
 
 def naive_guarantees(*, rounds=10, noise_multiplier=5.0, **facts):
@@ -208,7 +208,7 @@ MODELS, SUMS, UPLOADS = (
 )
 
 
-@pytest.mark.parametrize("hidden", ["", TRANSFER])
+@pytest.mark.parametrize("hidden", [None, TRANSFER])
 @pytest.mark.parametrize("sampling", [FullParticipation(100), PoissonSampling(100, 0.3)])
 def test_each_promise_of_averaging_names_what_it_rests_on_and_nothing_else(sampling, hidden):
     guarantees = averaging_guarantees(
@@ -240,7 +240,7 @@ def test_what_a_method_leaves_out_is_said_of_all_that_is_provable():
         assert ("scores" in guarantee.not_covered) == (guarantee.basis == "provable")
 
 
-@pytest.mark.parametrize("hidden", ["", TRANSFER])
+@pytest.mark.parametrize("hidden", [None, TRANSFER])
 @pytest.mark.parametrize("weighting", ["equal", "by-records"])
 @pytest.mark.parametrize("sampling", [FullParticipation(100), PoissonSampling(100, 0.3)])
 def test_a_user_that_moves_a_sum_further_gets_a_weaker_promise(sampling, weighting, hidden):
@@ -285,6 +285,17 @@ def test_a_person_with_two_numbers_has_a_group_of_twos_epsilon(sampling):
         assert epsilon == pytest.approx(twice_as_far, rel=0.01)
 
 
+@pytest.mark.parametrize("hidden", [None, TRANSFER])
+def test_the_least_noise_in_secure_sums_has_a_guarantee_for_each_upload(hidden):
+    """A share of this noise is too small for a sum, but nobody runs a sum with it."""
+    least = plan(noise_multiplier=1.3e-4, noise_placement=SecureSum())
+    run = {"num_silos": 16, "rounds": 3, "weighting": "by-records", "hidden_draw": hidden}
+    epsilons = provable_by_view(averaging_guarantees(least, **run))
+    answers = mechanism_of(least, silos=16).masked.parameters.least_answers
+    of_share = gaussian_loss(1.3e-4 / math.sqrt(answers), releases=3, delta=DELTA).epsilon
+    assert epsilons[UPLOADS] == pytest.approx(of_share)
+
+
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("weighting", ["equal", "by-records"])
 def test_a_lying_server_sees_only_the_noise_of_honest_answers(weighting, signed):
@@ -297,7 +308,8 @@ def test_a_lying_server_sees_only_the_noise_of_honest_answers(weighting, signed)
     assert parameters.honest_answers == (6 if signed else 8)
     part = parameters.honest_answers / parameters.least_answers if weighting != "equal" else 1
     seen = replace(mechanism, noise_multiplier=mechanism.noise_multiplier * math.sqrt(part))
-    claims = uldp_avg_guarantees(mechanism, run, hidden_draw=drawn_by_silos(mechanism, 10))
+    by_silos = SumTerms(hidden_draw=drawn_by_silos(mechanism, 10))
+    claims = uldp_avg_guarantees(mechanism, run, by_silos)
     (of_sums,) = (c for c in claims if c.view is AdversaryView.SUM_ONLY and c.basis == "provable")
     expected = privacy_loss_of({seen.release: 10}, delta=mechanism.delta).epsilon
     assert of_sums.epsilon == pytest.approx(expected, rel=1e-9)

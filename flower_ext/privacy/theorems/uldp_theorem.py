@@ -41,7 +41,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -60,7 +59,7 @@ from flower_ext.privacy.accounting.sampling import (
 from flower_ext.privacy.guarantee import Condition, Guarantee, epsilon_text
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
-from flower_ext.privacy.run_summary import RunSummary
+from flower_ext.privacy.run_summary import RunSummary, SumTerms
 from flower_ext.privacy.theorems.claims import (
     HIDDEN_DRAW,
     NOT_PROVIDED,
@@ -76,6 +75,7 @@ from flower_ext.privacy.theorems.claims import (
     noise_assumption,
     of_secure_sum,
     others_noise,
+    share_words,
 )
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
@@ -96,7 +96,7 @@ OF_SILOS = (
     ON_A_GRID,
 )
 _NOT_HELD = "ε covers only those of a user's records that no colluding silo holds"
-NO_SECURE_SUM_OF_SILOS = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upload"
+_NO_SECURE_SUM_OF_SILOS = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upload"
 """Assumption of guarantees about sums, if silos send their uploads without a secure sum."""
 
 
@@ -122,31 +122,30 @@ def _parties(mechanism: NoisedSum) -> tuple[str, ...]:
 def _published_sum(mechanism: NoisedSum) -> tuple[str, ...]:
     """Return the assumptions of a theorem that counts the noise of all silos in a sum."""
     if mechanism.secure_sum is None:
-        return (NO_SECURE_SUM_OF_SILOS,)
+        return (_NO_SECURE_SUM_OF_SILOS,)
     return (SECURE_SUM, "silos do not collude with the server")
 
 
-def _hidden_sum(mechanism: NoisedSum, secure_sum: str) -> tuple[str, ...]:
+def _hidden_sum(mechanism: NoisedSum, terms: SumTerms) -> tuple[str, ...]:
     """Return the assumptions under which the server sees sums and no single upload."""
     if mechanism.secure_sum is None:
-        return (WHOLE_UPLOADS, secure_sum)
+        return (WHOLE_UPLOADS, terms.secure_sum or _NO_SECURE_SUM_OF_SILOS)
     return (*of_secure_sum(mechanism), _NOT_HELD)
 
 
-def batching_assumption(apart: Mapping[int, bool]) -> str:
-    """Return the assumption about users whom a silo trains together in one batch.
-
-    ``apart`` has the answer of each silo: True if it trains its users one by one.
-    """
-    together = [str(silo) for silo, alone in apart.items() if not alone]
-    if not together:
-        return "users train one by one" if apart else ""
-    where = "all silos" if len(together) == len(apart) else f"silos {', '.join(together)}"
-    others = "" if len(together) == len(apart) else "; in the other silos they train one by one"
+def _of_batches(one_by_one: Sequence[bool]) -> tuple[str, ...]:
+    """Return the assumption about users whom a silo trains together in one batch, if any."""
+    if all(one_by_one):
+        return ("users train one by one",) if one_by_one else ()
+    where, others = "all silos", ""
+    if any(one_by_one):
+        together = (str(silo) for silo, alone in enumerate(one_by_one) if not alone)
+        where = f"silos {', '.join(together)}"
+        others = "; in the other silos they train one by one"
     return (
         f"users train in batches in {where}, where a plug-in promises that no bit of a user's "
         "model depends on other users, or a trial with random users on the silo's machine found no "
-        f"such bit (evidence, not proof){others}"
+        f"such bit (evidence, not proof){others}",
     )
 
 
@@ -214,11 +213,9 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
 def uldp_avg_guarantees(
     mechanism: NoisedSum,
     run: RunSummary,
+    terms: SumTerms,
     *,
-    hidden_draw: str = "",
-    secure_sum: str = NO_SECURE_SUM_OF_SILOS,
-    batching: str = "",
-    assumptions: Mapping[AdversaryView, Sequence[str]] = MappingProxyType({}),
+    one_by_one: Sequence[bool] = (),
 ) -> list[Guarantee]:
     """Return the guarantees of ULDP-AVG and ULDP-SGD: Theorem 5, and a provable one for each view.
 
@@ -236,61 +233,63 @@ def uldp_avg_guarantees(
 
     Parameters
     ----------
-    hidden_draw : str
-        Assumption under which the server does not know the drawn users, from the protocol of the
-        sum or from `drawn_by_silos`; empty if the server draws the users.
-    secure_sum : str
-        Assumption under which the server sees no single upload.
-    batching : str
-        Result of `batching_assumption`.
-    assumptions : Mapping[AdversaryView, Sequence[str]]
-        Further assumptions of the guarantee against each adversary.
+    terms : SumTerms
+        Assumptions about the sum. If silos draw the users, ``hidden_draw`` is the text of
+        `drawn_by_silos`.
+    one_by_one : Sequence[bool]
+        The answer of each silo: True if it trains its users one by one, and not in batches.
     """
-    rounds = run.participations.rounds
     claims = user_claims(
         mechanism.delta,
         *_parties(mechanism),
         "a user's weights depend on that user's records alone and sum to at most 1 over the silos",
         "a user's training uses that user's records and the model, and nothing of other users",
-        *((batching,) if batching else ()),
+        *_of_batches(one_by_one),
         noise_assumption(run.secure_noise),
         *mechanism.assumptions,
         not_covered=run.not_covered,
     )
-    hidden_sample: tuple[str, ...] = ()
-    if not isinstance(mechanism.sampling, FullParticipation):
-        drawn = draw_assumption("sampled users", run.secure_cohorts or hidden_draw != "")
-        hidden_sample = (HIDDEN_DRAW, drawn)
-    from_server = (hidden_draw,) if hidden_draw else ()
-    sums, uploads = _losses_to_server(mechanism, run, hidden_draw != "")
+    sums, uploads = _losses_to_server(mechanism, run, terms.hidden_draw is not None)
     losses = {
         AdversaryView.RELEASED_MODELS: amplified_loss(mechanism, run.participations),
         AdversaryView.SUM_ONLY: sums,
         AdversaryView.EACH_UPLOAD: uploads,
     }
-    of_view = {
-        AdversaryView.RELEASED_MODELS: (
-            _two_numbers(mechanism.release, rounds, mechanism.delta),
-            "the server follows the protocol and keeps sums and uploads to itself",
-            *others_noise(mechanism),
-            *hidden_sample,
-        ),
-        AdversaryView.SUM_ONLY: (*_hidden_sum(mechanism, secure_sum), *from_server),
-        AdversaryView.EACH_UPLOAD: from_server,
-    }
+    of_view = _assumptions_by_view(mechanism, run, terms)
     return [
-        _theorem_5(mechanism, rounds),
+        _theorem_5(mechanism, run.participations.rounds),
         *(
             claims.provable(
                 view,
                 *loss,
                 *of_view[view],
-                *assumptions.get(view, ()),
+                *terms.assumptions.get(view, ()),
                 relation=None if view is AdversaryView.RELEASED_MODELS else _AT_SERVER,
             )
             for view, loss in losses.items()
         ),
     ]
+
+
+def _assumptions_by_view(
+    mechanism: NoisedSum, run: RunSummary, terms: SumTerms
+) -> Mapping[AdversaryView, Sequence[str]]:
+    """Return the assumptions of the provable guarantee of ULDP-AVG against each adversary."""
+    hidden_sample: tuple[str, ...] = ()
+    if not isinstance(mechanism.sampling, FullParticipation):
+        is_secret = run.secure_cohorts or terms.hidden_draw is not None
+        hidden_sample = (HIDDEN_DRAW, draw_assumption("sampled users", is_secret))
+    from_server = () if terms.hidden_draw is None else (terms.hidden_draw,)
+    return {
+        AdversaryView.RELEASED_MODELS: (
+            _two_numbers(mechanism.release, run.participations.rounds, mechanism.delta),
+            "the server follows the protocol and keeps sums and uploads to itself",
+            *others_noise(mechanism),
+            *hidden_sample,
+        ),
+        AdversaryView.SUM_ONLY: (*_hidden_sum(mechanism, terms), *from_server),
+        AdversaryView.EACH_UPLOAD: from_server,
+    }
 
 
 def _losses_to_server(
@@ -300,19 +299,17 @@ def _losses_to_server(
 
     A description follows each loss. ``is_hidden`` is True if the server does not know the sample.
     """
-    masked, sigma = mechanism.masked, mechanism.noise_multiplier
+    masked = mechanism.masked
     is_equal = run.method.weighting == "equal"
     # For the accountant, one upload is a sum with less noise, so the same formulas hold.
     shares = (mechanism.silos or 1) if masked is None else masked.parameters.least_answers
-    spread = 1.0 if is_equal else math.sqrt(shares)
-    upload = replace(mechanism, noise_multiplier=sigma / spread)
+    of_upload = 1.0 if is_equal else 1 / math.sqrt(shares)
     if is_hidden:
         # A lying server can see a sum with the noise of honest silos only. With equal weights, a
         # sum of fewer silos also holds less of a user, so ε does not grow.
         part = 1.0 if is_equal else math.sqrt(mechanism.honest_noise)
-        honest = replace(mechanism, noise_multiplier=sigma * part)
-        sums, of_sums = amplified_loss(honest, run.participations)
-        uploads, of_uploads = amplified_loss(upload, run.participations)
+        sums, of_sums = amplified_loss(mechanism, run.participations, noise=part)
+        uploads, of_uploads = amplified_loss(mechanism, run.participations, noise=of_upload)
     else:
         # Releases with the whole weight of the most exposed user; see `Participations`.
         in_sums = run.participations.in_sums
@@ -323,14 +320,13 @@ def _losses_to_server(
         elif is_equal:  # collusion costs nothing (see the top of this module)
             in_sums *= mechanism.honest_noise
         sums, of_sums = exposed_loss(mechanism, run.participations, in_sums)
-        uploads, of_uploads = exposed_loss(upload, run.participations, in_uploads)
-    share, masks_fall = "|S|", ""
-    if masked is not None:
-        share, masks_fall = "least answers", ", if no mask hides them"
-        of_sums += ", without the noise of colluders"
-    of_share = "" if spread == 1 else f"/√{share}"
-    together = f"all uploads together: noise multiplier σ{of_share}; {of_uploads}{masks_fall}"
-    return (sums, of_sums), (uploads, together)
+        uploads, of_uploads = exposed_loss(
+            mechanism, run.participations, in_uploads, noise=of_upload
+        )
+    number, honest, unmasked = share_words(mechanism, "|S|", uploads="them")
+    of_share = "" if of_upload == 1 else f"/√{number}"
+    together = f"all uploads together: noise multiplier σ{of_share}; {of_uploads}{unmasked}"
+    return (sums, of_sums + honest), (uploads, together)
 
 
 def drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
@@ -388,7 +384,7 @@ def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
     else:
         view, accountant, remark = AdversaryView.RELEASED_MODELS, "RDP", " and Remark 1"
         # The theorem covers no approximation error of a protocol, and no second upload of a user.
-        release = replace(mechanism, sensitivity=1.0, approximation_error=0.0).release
+        release = replace(mechanism.release, noise_multiplier=sigma, approximation_error=0.0)
         epsilon = privacy_loss_of({release: rounds}, delta=delta, accountant="rdp").epsilon
         assumptions = ("who was sampled stays secret",)
     return user_claims(delta).published(

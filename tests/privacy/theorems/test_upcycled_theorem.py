@@ -30,8 +30,8 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.accounting.gaussian import EXACT_GAUSSIAN
 from flower_ext.privacy.guarantee import PreconditionFailed
-from flower_ext.privacy.theorems import upcycled
-from flower_ext.privacy.theorems.upcycled import (
+from flower_ext.privacy.theorems import upcycled_theorem
+from flower_ext.privacy.theorems.upcycled_theorem import (
     sensitivity,
     upcycled_theorem_6_2,
     upcycled_theorem_6_3,
@@ -512,12 +512,12 @@ UPLOADS = {0: 3, 1: 12, 2: 1}
 def pair(perturbation, objective=KNOWN, *, sizes=SIZES, uploads=UPLOADS, delta=1e-3, **how):
     """Return the published and the provable guarantee."""
     run = run_summary(uploads, num_examples=sizes, **how)
-    return upcycled.perturbation_guarantees(perturbation, objective, run, delta=delta)
+    return upcycled_theorem.perturbation_guarantees(perturbation, objective, run, delta=delta)
 
 
 def epsilons(perturbation, objective, *, num_examples, participations, delta):
     run = run_summary(participations, num_examples=num_examples)
-    return upcycled.epsilons(perturbation, objective, run, delta=delta)
+    return upcycled_theorem.epsilons(perturbation, objective, run, delta=delta)
 
 
 def spread(values):
