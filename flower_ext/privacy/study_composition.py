@@ -64,7 +64,9 @@ def study_guarantees(
     then names the runs that it covers. ``study`` names the account.
     """
     runs = runs_of(entries)
-    bare = sorted({label_of(entry) for entry in entries if entry.get("what") == WITHOUT_NOISE})
+    unnoised_runs = sorted(
+        {label_of(entry) for entry in entries if entry.get("what") == WITHOUT_NOISE}
+    )
     disclosures = [
         f"{entry['what']} ({label_of(entry)})" for entry in entries if entry["kind"] == DISCLOSURE
     ]
@@ -79,7 +81,7 @@ def study_guarantees(
             members = [(run, part) for run, part in parts if part.relation in (relation, None)]
             known = [run for run, _ in members]
             loss = _joint([part for _, part in members], delta)
-            nothing = bare + [run.label for run, part in members if part.is_unbounded]
+            nothing = unnoised_runs + [run.label for run, part in members if part.is_unbounded]
             if nothing:
                 loss = PrivacyLoss(epsilon=math.inf, delta=delta, accountant="none")
             source = f"{study}, all runs together"
@@ -177,13 +179,13 @@ class RunCharges:
 
     def note(self, entry: dict[str, Any]) -> None:
         """Add an entry's guarantees, which cover the rounds that the entry's process charged."""
-        charged = [place for place, starts in enumerate(self.starts) if entry["start"] in starts]
+        charged = [index for index, starts in enumerate(self.starts) if entry["start"] in starts]
         if self.stretches:
             self._cover(charged[-1] if charged else -1, entry["claims"])
         self.guarantees = {claim["view"]: claim["guarantee"] for claim in entry["claims"]}
 
-    def _cover(self, place: int, claims: Sequence[dict[str, Any]]) -> None:
-        stretch = self.stretches[place]
+    def _cover(self, index: int, claims: Sequence[dict[str, Any]]) -> None:
+        stretch = self.stretches[index]
         for claim in claims:
             before = stretch.get(claim["view"], {"epsilon": 0.0})
             # Keep the larger ε, because another process of a copied run may have charged more. An
@@ -236,8 +238,8 @@ class RunCharges:
 
         The list is empty if the account has no such guarantee.
         """
-        kept = (self.guarantees[other] for other in view.at_least if other in self.guarantees)
-        return list(next(kept, {}).get(name, ()))
+        guarantees = (self.guarantees[other] for other in view.at_least if other in self.guarantees)
+        return list(next(guarantees, {}).get(name, ()))
 
 
 def runs_of(entries: Sequence[dict[str, Any]]) -> list[RunCharges]:

@@ -141,7 +141,7 @@ class AdaptiveClipping(Checked):
 
 
 def with_side(update: NamedArrays, adaptive_norm: float, weight: float) -> dict[str, Any]:
-    """Return (clip(Δ, C), κ·side): the clipped update, and one more number for its side.
+    """Return (clip(Δ, C), κ·side): the clipped update, and a number that says if ‖Δ‖ is above C.
 
     ``adaptive_norm`` is C, and ``weight`` is κ (see the table at the top of this module).
     """

@@ -181,7 +181,7 @@ def _check(stddev: float) -> None:
 
 @lru_cache(maxsize=4)
 def _tables(stddev: float) -> tuple[int, _Table, _Table]:
-    """Return L, and the tables from which `draw` takes X and Y for L X + Y (step 8)."""
+    """Return L, and the tables from which `draw` takes X and Y: step 8 at the top."""
     variance = Fraction(stddev) ** 2
     step = math.isqrt(int(stddev / 3))  # makes both tables about equally long
     fine = Fraction(_FINE * step**2)

@@ -289,7 +289,7 @@ def epsilons(
 def perturbation_guarantees(
     perturbation: Perturbation, objective: LocalObjective, run: RunSummary, *, delta: float
 ) -> list[Guarantee]:
-    """Return the published and the provable guarantee for one record of any client.
+    """Return the published and the provable guarantee of a perturbation, for one record.
 
     Each ε is the largest of all clients; the text in ``source`` also gives the smallest and the
     mean.
