@@ -235,8 +235,8 @@ class CorrelatedNoise(Checked):
     def matrix(self, rounds: int, *, rounds_apart: int, participations: int) -> StrategyMatrix:
         """Return the matrix that minimises `model_error` times `sensitivity`, by L-BFGS.
 
-        ``rounds_apart`` and ``participations`` are b and k (see the table above). This takes seconds
-        for thousands of rounds. Results are cached.
+        ``rounds_apart`` and ``participations`` are b and k (see the table above). This takes
+        seconds for thousands of rounds. Results are cached.
         """
         fit, size = (_best_bands, self.bands) if self.bands else (_best_buffers, self.buffers)
         return fit(size, rounds, rounds_apart, participations, self.momentum)
