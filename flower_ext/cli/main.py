@@ -1,4 +1,4 @@
-"""The command line ``flower-ext``: new, run, calibrate, export and more.
+"""The command line ``flower-ext``: new, run, report, export and more.
 
 A command's module is imported only when that command runs, because importing PyTorch alone takes
 a second.
@@ -31,7 +31,6 @@ COMMANDS = {
     "new": "new",
     "run": "run_command",
     "report": "reporting",
-    "calibrate": "calibrate",
     "ledger": "reporting",
     "export": "export",
     "settings": "settings_table",
@@ -40,6 +39,7 @@ COMMANDS = {
 
 PLUGINS = {
     "audit": "flower-ext-audit",
+    "calibrate": "flower-ext-planner",
     "check": "flower-ext-check",
     "ditto-schedule": "flower-ext-planner",
     "guard": "flower-ext-guard",

@@ -1,5 +1,4 @@
 import ast
-import json
 import os
 import subprocess
 import sys
@@ -11,187 +10,15 @@ import pytest
 
 import flower_ext
 from flower_ext.cli import main, run_command
-from flower_ext.cli.calibrate import noise_text
 from flower_ext.cli.processes import LaunchFailed
-from flower_ext.privacy import (
-    Budget,
-    CorrelatedNoise,
-    DpSgd,
-    NeighboringRelation,
-    PrivacyUnit,
-    epsilon_text,
-    gaussian_loss,
-)
-from flower_ext.privacy.accounting.group_privacy import group_loss
+from flower_ext.privacy import Budget, NeighboringRelation, PrivacyUnit
 from flower_ext.privacy.shared_ledger import Charge, charge, note_disclosure
-from flower_ext.privacy.theorems.dp2_fedsam_theorem import (
-    dp2_fedsam_theorem2,
-    dp2_fedsam_theorem2_noise_multiplier,
-)
-from flower_ext.privacy.theorems.uldp_group_theorem import (
-    group_loss_by_conversion,
-    group_loss_by_renyi,
-)
 from flower_ext.runs import RunDirectory, RunWriter
 from flower_ext.runs.directory import NotARun
-from tests.support.commands import call
+from tests.support.commands import call, unboxed
 from tests.support.finished_runs import finished
 from tests.support.grids import grid
 from tests.support.imported_anew import run_anew
-
-FACTS = ["--population", "100", "--sampling-rate", "0.1", "--rounds", "60"]
-
-
-def unboxed(text: str) -> str:
-    """Return a message without the box around it, which breaks its lines."""
-    return " ".join(text.replace("│", " ").split())
-
-
-@pytest.fixture(scope="module")
-def calibrated():
-    done = call("calibrate", *FACTS, "--epsilon", "2", "--json")
-    assert done.exit_code == 0
-    return json.loads(done.output)
-
-
-@pytest.mark.full
-def test_calibrate_gives_each_accounting_its_noise_and_none_overshoots(calibrated):
-    facts = calibrated
-    assert (facts["unit"], facts["delta"]) == ("client", 0.01)
-    noise = {row["calibrated by"]: row["noise_multiplier"] for row in facts["rows"]}
-    for row in facts["rows"]:
-        given = ["--noise-multiplier", str(row["noise_multiplier"])]
-        rows = json.loads(call("calibrate", *FACTS, *given, "--json").output)["rows"]
-        (own,) = (r["epsilon"] for r in rows if r["calibrated by"] == row["calibrated by"])
-        assert own == pytest.approx(2.0, rel=0.01)
-        assert own <= 2.0 + 1e-9
-        assert row["relation"]
-        assert row["basis"] in ("published", "provable")
-    assert noise["Poisson, PLD"] < noise["fixed size, RDP"]
-    assert noise["fixed size, RDP"] < noise["cohorts known"]
-    assert noise["Theorem 2 (DP²-FedSAM)"] == pytest.approx(3.4309, abs=1e-4)
-
-
-def test_calibrate_in_words_names_the_conditions_that_fail():
-    done = call("calibrate", *FACTS, "--epsilon", "2")
-    assert done.exit_code == 0
-    for word in ("1.1221", "one client of 100", "replace-one", "published", "not met", "2C"):
-        assert word in done.output
-
-
-def test_calibrate_turns_noise_into_epsilon():
-    done = call(
-        "calibrate", *FACTS[:2], "--cohort-size", "10", *FACTS[4:], "--noise-multiplier", "2"
-    )
-    assert done.exit_code == 0
-    assert "σ = 2 · δ = 0.01 · T = 60 · r = 0.1" in done.output
-    assert "Privacy loss" in done.output
-
-
-@pytest.mark.parametrize(
-    ("given", "told", "more"),
-    grid(
-        [
-            (["--sampling-rate", "0.1"], "rounds", 1),
-            (["--rounds", "60"], "sampling_rate", 0.01),
-        ],
-        lambda case: case[1] == "rounds",
-    ),
-)
-def test_calibrate_turns_epsilon_and_noise_into_the_most_that_is_allowed(given, told, more):
-    asked = ["--population", "100", "--noise-multiplier", "2", "--epsilon", "2", *given]
-    found = json.loads(call("calibrate", *asked, "--json").output)
-    stated = {name: found[name] for name in ("unit", "epsilon", "noise_multiplier", "delta")}
-    assert stated == {"unit": "client", "epsilon": 2, "noise_multiplier": 2, "delta": 0.01}
-    rows = found["rows"]
-    assert all({"basis", "relation", "adversary sees"} <= set(row) for row in rows)
-    by = {row["calibrated by"]: row[told] for row in rows}
-
-    def epsilon(value):
-        facts = {"--sampling-rate": "0.1", "--rounds": "60"}
-        facts[f"--{told.replace('_', '-')}"] = str(value)
-        words = [word for pair in facts.items() for word in pair]
-        done = call("calibrate", "--population", "100", "--noise-multiplier", "2", *words, "--json")
-        rows = json.loads(done.output)["rows"]
-        return next(row["epsilon"] for row in rows if row["calibrated by"] == "Poisson, PLD")
-
-    most = by["Poisson, PLD"]
-    assert epsilon(most) <= 2 < epsilon(most + more)
-    in_words = call("calibrate", *asked)
-    assert in_words.exit_code == 0
-    assert f"{most:.3g}"[:4] in in_words.output
-
-
-OF_A_USER = ["--sampling-rate", "0.05", "--rounds", "50", "--delta", "1e-5", "--unit", "user"]
-
-
-def test_calibrating_for_a_user_rounds_lemma_9_up_and_meets_the_target():
-    facts = ["--population", "100", *OF_A_USER, "--group-size", "5"]
-    answer = json.loads(call("calibrate", *facts, "--epsilon", "2", "--json").output)
-    assert answer["unit"] == "user"
-    noise = {row["calibrated by"]: row["noise_multiplier"] for row in answer["rows"]}
-    assert list(noise) == [
-        "Lemma 8 (Uldp-FL)",
-        "Lemma 9 (Uldp-FL), 8 records",
-        "mixture of Gaussians, PLD",
-    ]
-    silo = {"sampling_rate": 0.05, "steps": 50}
-    for sigma, loss in zip(
-        noise.values(), (group_loss_by_conversion, group_loss_by_renyi, group_loss), strict=True
-    ):
-        known = {"group_size": 5, "delta": 1e-5}
-        assert loss(DpSgd(noise_multiplier=sigma, **silo), **known).epsilon <= 2
-        assert loss(DpSgd(noise_multiplier=0.99 * sigma, **silo), **known).epsilon > 2
-    assert (
-        "one user of 100 with at most 5 records"
-        in call("calibrate", *facts, "--noise-multiplier", "9").output
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--unit", "user"], "--unit user and --group-size together"),
-        (["--group-size", "4"], "--unit user and --group-size together"),
-        (["--unit", "record"], "expected client or user"),
-        (["--unit", "user", "--group-size", "4", "--cohort-size", "5"], "--cohort-size counts"),
-    ],
-)
-def test_calibrate_refuses_options_of_another_unit(options, message):
-    done = call("calibrate", "--population", "9", "--rounds", "3", "--epsilon", "1", *options)
-    assert done.exit_code == 2
-    assert message in unboxed(done.output)
-
-
-def test_calibrate_for_a_user_computes_noise_or_epsilon_only():
-    known = ["--sampling-rate", "0.1", "--epsilon", "1", "--noise-multiplier", "2"]
-    done = call("calibrate", "--population", "9", *known, "--unit", "user", "--group-size", "4")
-    assert "computes --epsilon or --noise-multiplier" in unboxed(done.output)
-
-
-@pytest.mark.full
-def test_calibrate_says_where_its_search_for_rounds_ended():
-    asked = ["--population", "100", "--sampling-rate", "0.01", "--noise-multiplier", "1e6"]
-    told = call("calibrate", *asked, "--epsilon", "2").output
-    assert "≥8388608" in told
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([*FACTS], "give three of --epsilon"),
-        ([*FACTS, "--epsilon", "1", "--noise-multiplier", "1"], "give three of --epsilon"),
-        ([*FACTS, "--cohort-size", "3", "--epsilon", "1"], "either --sampling-rate"),
-        ([*FACTS, "--epsilon", "-1"], "epsilon=-1.0"),
-        ([*FACTS, "--epsilon", "1", "--delta", "2"], "delta=2.0"),
-        ([*FACTS, "--noise-multiplier", "0"], "noise_multiplier=0.0"),
-        (["--population", "100", "--rounds", "1", "--sampling-rate", "7", "--epsilon", "1"], "7"),
-    ],
-)
-def test_bad_options_exit_with_2_and_say_what_to_change(arguments, said):
-    done = call("calibrate", *arguments)
-    assert done.exit_code == 2
-    assert said in done.output
 
 
 def test_report_rewrites_a_report_and_prints_where(tmp_path):
@@ -354,10 +181,10 @@ def test_messages_with_brackets_arrive_whole(monkeypatch):
 
 
 def test_help_helps():
-    for command in ([], ["run"], ["calibrate"], ["report"]):
+    for command in ([], ["run"], ["ledger"], ["report"]):
         done = call(*command, "--help")
         assert done.exit_code == 0
-    assert "Example" in call("calibrate", "--help").output
+    assert "Example" in call("ledger", "--help").output
 
 
 def test_report_of_a_ledger_that_was_changed_exits_with_1(tmp_path):
@@ -367,72 +194,6 @@ def test_report_of_a_ledger_that_was_changed_exits_with_1(tmp_path):
     done = call("report", str(run.path))
     assert done.exit_code == 1
     assert "line 3 was changed" in done.output
-
-
-def test_an_adversary_that_sees_uploads_is_accounted_without_amplification():
-    rows = json.loads(call("calibrate", *FACTS, "--noise-multiplier", "3.4309", "--json").output)
-    epsilon = {row["calibrated by"]: row["epsilon"] for row in rows["rows"]}
-    assert epsilon["cohorts known"] == pytest.approx(7.122, abs=1e-3)
-    assert epsilon["uploads known"] == pytest.approx(41.233, abs=1e-3)
-
-
-def test_clients_in_turn_are_accounted_for_their_participations_and_the_matrix():
-    """Of 60 rounds, each of 100 clients in cohorts of ten takes part in six, ten rounds apart."""
-    rows = json.loads(call("calibrate", *FACTS, "--noise-multiplier", "3", "--json").output)["rows"]
-    ways = {row["calibrated by"]: row for row in rows if row["calibrated by"].startswith("in turn")}
-    independent, correlated = ways.values()
-    assert "error of sums over rounds ÷ 2.1" in correlated["calibrated by"]
-    matrix = CorrelatedNoise().matrix(60, rounds_apart=10, participations=6)
-    moved = matrix.sensitivity(rounds_apart=10, participations=6)
-    for row, worth in ((independent, 6), (correlated, moved**2)):
-        exact = gaussian_loss(3.0, releases=worth, delta=0.01).epsilon
-        assert row["epsilon"] == pytest.approx(exact, rel=1e-9)
-        assert row["adversary sees"] == "released models and who took part"
-
-
-@pytest.mark.parametrize("size", ["0", "200"])
-def test_an_impossible_cohort_is_named_by_its_option(size):
-    facts = ["--population", "100", "--rounds", "60", "--epsilon", "1"]
-    done = call("calibrate", *facts, "--cohort-size", size)
-    assert done.exit_code == 2
-    assert "--cohort-size" in done.output
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [pytest.param(("--epsilon", "2"), marks=pytest.mark.full), ("--noise-multiplier", "1")],
-)
-def test_no_word_of_a_table_is_cut_off_on_a_narrow_terminal(monkeypatch, asked):
-    monkeypatch.setenv("COLUMNS", "80")
-    assert "…" not in call("calibrate", *FACTS, *asked).output
-
-
-@pytest.mark.parametrize(("population", "rate", "rounds"), [(100, 0.1, 60), (200, 0.05, 100)])
-@pytest.mark.parametrize("epsilon", [0.5, 1.0, 1.7, 3.3, 5.0])
-def test_a_printed_noise_meets_its_target(population, rate, rounds, epsilon):
-    facts = {"sampling_rate": rate, "rounds": rounds, "delta": 1 / population}
-    printed = float(noise_text(dp2_fedsam_theorem2_noise_multiplier(epsilon=epsilon, **facts)))
-    assert dp2_fedsam_theorem2(noise_multiplier=printed, **facts).epsilon <= epsilon
-
-
-@pytest.mark.parametrize(
-    ("epsilon", "printed"),
-    [
-        (41.2329, "41.3"),
-        (2.0000000000000004, "2"),
-        (0.99951, "1"),
-        (1082.99, "1.09e+03"),
-        (0, "0.001"),
-    ],
-)
-def test_calibrate_never_prints_less_than_an_epsilon(epsilon, printed):
-    assert epsilon_text(epsilon) == printed
-
-
-@pytest.mark.full
-def test_the_cohort_that_uploads_are_accounted_for_is_named(calibrated):
-    (row,) = (row for row in calibrated["rows"] if row["calibrated by"] == "uploads known")
-    assert row["adversary sees"] == "each upload, every round, cohorts of 10"
 
 
 def test_the_list_of_commands_is_shown_without_loading_any():
@@ -467,7 +228,7 @@ def test_what_a_terminal_cannot_show_ends_no_command():
         "import sys; from pathlib import Path; from flower_ext.cli import main as cli; "
         "from flower_ext.runs.app_settings import checked_settings; "
         "checked_settings(Path('apps/uldp-fl'), []); "
-        "sys.argv = ['x', 'calibrate', '--help']; cli.main()"
+        "sys.argv = ['x', 'ledger', '--help']; cli.main()"
     )
     ascii_only = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
     done = subprocess.run(
@@ -477,7 +238,7 @@ def test_what_a_terminal_cannot_show_ends_no_command():
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr
-    assert b"Target ?." in done.stdout
+    assert b"Budget ?;" in done.stdout
 
 
 def test_a_place_that_cannot_be_is_said_in_one_line(tmp_path):

@@ -11,6 +11,7 @@ from flower_ext.privacy import (
     PoissonSampling,
     PrivacyUnit,
     Release,
+    epsilon_text,
 )
 from flower_ext.privacy.guarantee import large_delta
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import theorem2_of_plan
@@ -87,3 +88,17 @@ def test_guarantees_and_releases_survive_json_text():
         text = json.dumps(guarantee.to_dict(), allow_nan=False)
         assert Guarantee.from_dict(json.loads(text)) == guarantee
     assert Release.from_dict(json.loads(json.dumps(RELEASE.to_dict()))) == RELEASE
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "printed"),
+    [
+        (41.2329, "41.3"),
+        (2.0000000000000004, "2"),
+        (0.99951, "1"),
+        (1082.99, "1.09e+03"),
+        (0, "0.001"),
+    ],
+)
+def test_a_printed_epsilon_is_never_smaller_than_the_computed_one(epsilon, printed):
+    assert epsilon_text(epsilon) == printed

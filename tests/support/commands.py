@@ -88,3 +88,8 @@ class Command:
 def call(*arguments: str):
     """Run ``flower-ext`` with arguments in this process; return Click's result."""
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+
+
+def unboxed(text: str) -> str:
+    """Return a message without the box around it, which breaks its lines."""
+    return " ".join(text.replace("│", " ").split())

@@ -1,4 +1,4 @@
-"""DP-Ditto's planner: the number of rounds and the weight of the global model for a budget.
+"""Plan a run: its noise, ε, rounds and sampling, and the weight of DP-Ditto's global model.
 
 Import names from the modules of this package: ``convergence``, ``fairness``, ``search``.
 """

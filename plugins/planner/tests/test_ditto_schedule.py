@@ -1,19 +1,16 @@
 """DP-Ditto's rounds and global weight from a settings file, by both bounds."""
 
 import json
-import tomllib
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from flower_ext.cli.main import PLUGINS, app
+from flower_ext.cli.main import app
 from flower_ext.runs.settings import declarations
-from flower_ext_planner.command import ScheduleSettings, ditto_schedule
+from flower_ext_planner.ditto_schedule import ScheduleSettings
 from tests.support.apps import APPS
 
-PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
 EXAMPLE = APPS / "dp-ditto" / "schedule.toml"
 SETTINGS = {
     "epsilon": 10,
@@ -49,13 +46,6 @@ def answered(folder: Path, **changes: object) -> dict:
     done = schedule(folder, "--json", **changes)
     assert done.exit_code == 0, done.output
     return json.loads(done.output)
-
-
-def test_the_project_offers_its_command_to_the_group_that_the_core_reads():
-    group = "flower_ext.commands"
-    ((name, value),) = PROJECT["entry-points"][group].items()
-    assert EntryPoint(name=name, value=value, group=group).load() is ditto_schedule
-    assert PLUGINS[name] == PROJECT["name"]
 
 
 def test_rounds_and_weight_are_answered_for_both_bases(tmp_path):
