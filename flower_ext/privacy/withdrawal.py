@@ -17,6 +17,7 @@ from typing import Any
 from flower_ext.checks import is_integer
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.ledger import LedgerFile
+from flower_ext.privacy.study_composition import CHARGE
 from flower_ext.privacy.units import PrivacyUnit
 
 WITHDRAWN, FORGOTTEN = "withdrawn", "forgotten"
@@ -35,7 +36,7 @@ def withdraw(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> list[di
             "budget-ledger names"
         )
     with closing(LedgerFile(path, wait=True)) as account:
-        charges = [entry for entry in account.entries if entry["kind"] == "charge"]
+        charges = [entry for entry in account.entries if entry["kind"] == CHARGE]
         if charges and (charges[0]["unit"] == PrivacyUnit.USER) != (unit is PrivacyUnit.USER):
             right = "--user" if charges[0]["unit"] == PrivacyUnit.USER else "--client"
             raise InvalidValue(

@@ -24,7 +24,13 @@ from flower_ext.privacy import AdversaryView, DpSgd, Ledger, PrivacyUnit, epsilo
 from flower_ext.privacy.accounting.accountant import joint_loss, privacy_loss_of
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.group_privacy import group_loss
-from flower_ext.privacy.study_composition import WITHOUT_NOISE, RunCharges, label_of, runs_of
+from flower_ext.privacy.study_composition import (
+    DISCLOSURE,
+    WITHOUT_NOISE,
+    RunCharges,
+    label_of,
+    runs_of,
+)
 from flower_ext.privacy.withdrawal import WITHDRAWN, forgotten, withdrawn
 
 _MODELS = AdversaryView.RELEASED_MODELS
@@ -40,8 +46,8 @@ def statement(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> dict[s
             "account records as withdrawn; call withdraw first"
         )
     ends = [
-        place
-        for place, entry in enumerate(entries)
+        index
+        for index, entry in enumerate(entries)
         if entry["kind"] == WITHDRAWN and entry["number"] in numbers
     ]
     # Until the last of the person's numbers is withdrawn, rounds may use records under it.
@@ -54,14 +60,14 @@ def statement(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> dict[s
         memory = "the node has not confirmed yet; the study's next run asks it to delete its memory"
     runs, size = runs_of(before), len(set(numbers))
     whole = unit is PrivacyUnit.USER or all(run.unit is unit for run in runs)
-    bare = {label_of(entry): entry for entry in before if entry.get("what") == WITHOUT_NOISE}
+    unnoised = {label_of(entry): entry for entry in before if entry.get("what") == WITHOUT_NOISE}
     lines = [_line(run, size, is_protected=whole) for run in runs]
     lines += [
         {"run": entry["run"], "name": label, "method": entry["method"], "claim": _NOTHING}
-        for label, entry in bare.items()
+        for label, entry in unnoised.items()
     ]
     together = _NOTHING
-    if runs and whole and not bare:
+    if runs and whole and not unnoised:
         delta = max(run.charges[-1]["budget"]["delta"] for run in runs)
         together = _claim(_loss_of_group([run.against(_MODELS) for run in runs], size, delta))
     return {
@@ -81,7 +87,7 @@ def statement(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> dict[s
         "not claimed": [
             "whether each silo deleted the person's records: ask each silo, because records for "
             "tests of a model carry no user numbers, so tests may still use this person's records",
-            *sorted({entry["what"] for entry in before if entry["kind"] == "uncovered"}),
+            *sorted({entry["what"] for entry in before if entry["kind"] == DISCLOSURE}),
         ],
     }
 
