@@ -51,13 +51,13 @@ def encrypt(
     message: bytes,
     header: bytes,
     *,
-    token_bytes: Callable[[int], bytes] = secrets.token_bytes,
+    token_bytes: Callable[[int], bytes] | None = None,
 ) -> bytes:
     """Encrypt a message, bound to ``header``, with ChaCha20-Poly1305.
 
-    The result begins with a nonce, which ``token_bytes`` draws.
+    The result begins with a nonce, which ``token_bytes`` draws, by default `secrets.token_bytes`.
     """
-    nonce = token_bytes(_NONCE_BYTES)
+    nonce = (token_bytes or secrets.token_bytes)(_NONCE_BYTES)
     return nonce + ChaCha20Poly1305(key).encrypt(nonce, message, header)
 
 

@@ -217,8 +217,8 @@ def decrypted(
     second = np.zeros(settings.blocks * DEGREE, np.uint64)
     sums = list(messages)
     result = np.empty(settings.coordinates)
-    # The expected sum of all silos' dithers, and of the bytes that they drop from their words.
-    middle = len(sums) * (_HALF_STEP + 2 ** (_CUT_BITS - 1))
+    # The expected sum of all silos' dithers, less that of the bytes that they drop from words.
+    middle = len(sums) * (_HALF_STEP - 2 ** (_CUT_BITS - 1))
 
     def work(groups: Sequence[Group]) -> list[None]:
         for group in groups:
