@@ -63,6 +63,6 @@ def test_noise_in_local_steps_is_refused_because_personal_layers_enter_the_uploa
     )
     with pytest.raises(
         ValueError,
-        match=r"plan\.steps: expected None, because an upload of FedPer also",
+        match=r"plan\.steps: expected None, because FedPer also uses records outside",
     ):
         FederatedStrategy(FedPer(local=SGD), plan)

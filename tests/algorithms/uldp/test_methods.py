@@ -823,7 +823,7 @@ def no_owners():
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        (no_owners, "expected SiloData, whose owners"),
+        (no_owners, "expected SiloData, because its field owners"),
         (lambda: silo(1, users=USERS + 5), "the reason is in its own log"),
     ],
 )

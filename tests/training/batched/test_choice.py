@@ -140,7 +140,7 @@ def test_a_factory_with_new_settings_makes_new_models(batched):
     ("layer", "said"),
     [
         (nn.BatchNorm1d(4), "batch normalisation"),
-        (nn.AlphaDropout(0.5), "AlphaDropout(p=0.5, inplace=False) would draw other random"),
+        (nn.AlphaDropout(0.5), "AlphaDropout(p=0.5, inplace=False) would draw different random"),
         (nn.LSTM(4, 33), "training two jobs together raises"),
         (nn.Embedding(4, 2, padding_idx=1, max_norm=1.0), "cannot be stacked"),
         (nn.Embedding(4, 2, padding_idx=1, scale_grad_by_freq=True), "cannot be stacked"),
