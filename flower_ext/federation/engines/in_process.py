@@ -144,7 +144,7 @@ class InProcessGrid(ClientGrid):
         yield from ()
 
     def _replies_to(self, messages: Sequence[Message]) -> Iterator[Message]:
-        """Number messages, as Flower's server does, run their clients, and return the replies."""
+        """Give messages their ids, as Flower's server does, and return the clients' replies."""
         for message in messages:
             private.set_message_id(message, str(next(self._ids)))
         return self.workers.ask(messages)
