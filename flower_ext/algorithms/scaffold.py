@@ -12,11 +12,11 @@ K, η_l                ``local``: its `effective_steps`, its learning rate
 η_g                   ``server.learning_rate``
 ====================  =====================================================
 
-A client uploads y_i − x and its number of steps K_i. If the plan adds noise, y_i is the model after
-clipping and noise. From the upload, the server computes Δc_i = −c − (y_i − x) / (K_i η_l), so Δc_i
-reveals nothing beyond the upload. The client updates c_i from the same y_i, so c stays the mean of
-all c_i. Option II requires that c_i is a mean of gradients. With momentum, which the paper does not
-use, a gradient also moves the model in later steps. K_i is then the sum of all factors with which
+A client uploads y_i − x, where y_i is the model after the plan's clipping and noise, and its number
+of steps K_i. From these the server computes Δc_i = −c − (y_i − x) / (K_i η_l), so Δc_i reveals
+nothing beyond the upload. The client updates c_i from the same y_i, so c stays the mean of all c_i.
+Option II requires that c_i is a mean of gradients. With momentum, which the paper does not use, a
+gradient also moves the model in later steps. K_i is then the sum of all factors with which
 gradients move the model.
 """
 
