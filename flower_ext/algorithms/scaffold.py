@@ -16,8 +16,7 @@ A client uploads y_i − x, where y_i is the model after the plan's clipping and
 of steps K_i. From these the server computes Δc_i = −c − (y_i − x) / (K_i η_l), so Δc_i reveals
 nothing beyond the upload. The client updates c_i from the same y_i, so c stays the mean of all c_i.
 Option II requires that c_i is a mean of gradients. With momentum, which the paper does not use, a
-gradient also moves the model in later steps. K_i is then the sum of all factors with which
-gradients move the model.
+gradient moves the model in later steps, too; K_i then sums all factors of gradients in y_i − x.
 """
 
 from __future__ import annotations
