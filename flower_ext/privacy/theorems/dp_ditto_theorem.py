@@ -129,10 +129,10 @@ class ClippedSteps(Checked):
         return self.sensitivity if self.local_steps == 1 else 2 * self.local_steps * self._step
 
     def upload_stddev(self, step_stddev: float) -> float:
-        """Return the stddev, in each weight of the upload, of the noise that all steps added.
+        """Return the stddev, in each weight, of the sum of all steps' noise.
 
-        ``step_stddev`` is the stddev of one step's noise. If the loss is convex, the true value may
-        be smaller, because later steps shrink the noise of earlier steps.
+        ``step_stddev`` is the stddev of one step's noise. If the loss is convex, the upload may
+        carry less noise, because later steps shrink the noise of earlier steps.
         """
         return math.sqrt(self.local_steps) * step_stddev
 

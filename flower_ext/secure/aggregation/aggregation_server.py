@@ -69,8 +69,8 @@ class SumServer:
     awaited : type
         Class of the messages that the open stage takes; None after the last stage.
     faults : dict[tuple[int, ShareFault], set[int]]
-        Faults that the server found so far. The key is a member and the fault in its shares. The
-        value holds the members to name as ``{neighbors}`` in the fault's sentence.
+        Faults that the server found so far. A key is a member and the fault in its shares. The
+        value is the set of members to fill in for ``{neighbors}`` in the text of the fault.
     """
 
     def __init__(self, context: RoundContext, graph: Graph) -> None:
@@ -282,7 +282,7 @@ class SumServer:
         return [other for other in self._graph[member] if other in among]
 
     def _close(self, stage: type[Answer], left: set[int]) -> set[int]:
-        """Open the next stage for the members in ``left`` with enough neighbours; return them."""
+        """Open the next stage for the remaining members with enough neighbours; return them."""
         threshold = self._context.threshold
         while few := {m for m in left if len(self._near(m, left)) < threshold}:
             left = left - few  # a member that leaves may leave its neighbours with too few
@@ -290,7 +290,7 @@ class SumServer:
         return left
 
     def _next(self, stage: type[Answer], expected: set[int]) -> None:
-        """Open the stage after ``stage`` for the members that are left, if these are enough."""
+        """Open the stage after ``stage`` for the ``expected`` members, if these are enough."""
         self._require(stage)
         if len(expected) < self._context.least_answers:
             raise IncompleteRound(
