@@ -54,7 +54,7 @@ class ShareFault(Enum):
         "it revealed wrong shares of the secrets of {neighbors}, unless these members sealed "
         "wrong shares"
     )
-    UNFIT = "no secret fits both its shares and what it published, so the round is discarded"
+    UNFIT = "no secret fits both its shares and what it sent before, so the round is discarded"
 
 
 class SumServer:
@@ -178,7 +178,7 @@ class SumServer:
         """Close the round: remove the masks, and return the sum over `answered`.
 
         Raise an `IncompleteRound` if too few valid shares of a secret arrived, or if the rebuilt
-        secret does not fit the hash or public key that the member published.
+        secret does not fit the hash or public key that the member sent.
         """
         self._require(Revealed)
         self.awaited = None
@@ -253,7 +253,7 @@ class SumServer:
         self.faults[member, ShareFault.UNFIT] = set()
         raise IncompleteRound(
             f"{what} of member {member}: expected shares of a secret that fits the hash or public "
-            "key that the member published; the round is discarded"
+            "key that the member sent; the round is discarded"
         )
 
     def _is_right(self, holder: int, owner: int, revealed: bytes) -> bool:
@@ -265,7 +265,7 @@ class SumServer:
         return published == share_hash(digest, share, owner=owner, holder=holder, kind=kind)
 
     def _fits(self, member: int, kind: bytes, secret: bytes) -> bool:
-        """Return True if a rebuilt secret fits the hash or public key that the member published."""
+        """Return True if a rebuilt secret fits the hash or public key that the member sent."""
         if kind == OF_SEED:
             published = self._shared[member].commitment
             return published == commitment(self._context.digest, secret, member)

@@ -2,7 +2,7 @@
 
 A block is a polynomial whose coefficients are coordinates of an update. Eight blocks form a group,
 in which their coefficients alternate: coordinate ``8 * i + lane`` of a group is coefficient i of
-its block ``lane``. The last group may have fewer blocks.
+its block ``lane``. The last group may have fewer blocks; their number then replaces the 8.
 """
 
 from __future__ import annotations
