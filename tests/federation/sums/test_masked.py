@@ -392,7 +392,7 @@ def test_a_client_that_deals_shares_of_another_secret_discards_the_round(logged,
     _, found = run(strategy)
     assert_same(found, records.to_arrays(initial()))
     (said,) = strategy.refusals
-    assert "client 3: no secret fits both its shares and what it published" in said
+    assert "client 3: no secret fits both its shares and what it sent before" in said
     assert said in logged.text
 
 
