@@ -1,4 +1,4 @@
-"""Build a run's sampling and its privacy plan from its settings; apps use them by `configured`."""
+"""Build a run's sampling and privacy plan from its settings; apps import them from `configured`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def release_plan(
     Without a ``noise_multiplier`` above 0, the function chooses the least noise with which the run
     spends at most ``epsilon``. The setting ``calibration`` says which bound on ε counts: the
     provable one or the published one. A ``delta`` of 0 means 1 / ``clients``; with ``of_users``,
-    the plan gets ``delta`` unchanged.
+    ``delta`` has no such default.
 
     Parameters
     ----------

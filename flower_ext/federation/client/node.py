@@ -42,7 +42,7 @@ class NodePolicy:
       standard deviation, in clipping norms, of the noise that the client itself adds: to its
       upload, or under `ClipSteps` to the sum of each step. The client also refuses noise that is
       not Gaussian, such as objective perturbation, because such noise has no noise multiplier.
-      Evaluations need no noise.
+      The limit covers queries, but not evaluations in the clear.
     * ``require-secure-sum=true``: the client sends values that depend on its data only in secure
       sums.
     * ``keep-memory=true``: the client refuses if the server asks it to delete what it remembers.
