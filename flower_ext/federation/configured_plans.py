@@ -195,14 +195,14 @@ def _secure_scores(
         expected = f"aggregation='secure', {why}"
         raise unfit(settings, "evaluation", expected, beside="aggregation")
     if every < 1:
-        raise unfit(settings, "evaluation", "1 or more", beside="evaluate_every")
+        raise unfit(settings, "evaluation", "evaluate-every >= 1", beside="evaluate_every")
     evaluations = -(-settings.rounds // every)
     if not multiplier:
         if (epsilon := settings.target) is None:
             raise UnfitSetting(
-                f"run-config evaluation-noise-multiplier={multiplier!r} without epsilon: expected "
-                "a number > 0, or also an epsilon, of which evaluations then spend the part "
-                "evaluation-share"
+                f"run-config evaluation-noise-multiplier={multiplier!r} with noise-multiplier="
+                f"{settings.noise_multiplier!r}: expected a number > 0; or set noise-multiplier=0 "
+                "and an epsilon, of which evaluations then spend the fraction evaluation-share"
             )
         multiplier = calibrate_noise_multiplier(
             epsilon=settings.evaluation_share * epsilon,

@@ -112,8 +112,8 @@ class NodePolicy:
         # although the two are meant to be equal.
         if multiplier is not None and not multiplier >= least * (1 - _ROUNDING):
             raise PermissionError(
-                f"the server asks for a noise multiplier of {multiplier:g} on this client's "
-                f"upload: the owner of this node requires least-noise-multiplier={least:g}"
+                f"the server asks for a noise multiplier of {multiplier:g} on this client: the "
+                f"owner of this node requires least-noise-multiplier={least:g}"
             )
 
     def check_way_out(self, message: str, *, in_sum: bool) -> None:

@@ -301,7 +301,7 @@ class _Channel:
 
 
 def _file() -> int:
-    """Return a file that disappears with the processes that have it open."""
+    """Return the descriptor of a file that disappears with the processes that have it open."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("flower_ext")
     with tempfile.TemporaryFile() as file:
