@@ -129,7 +129,7 @@ class Texts:
         return Encoder(deepcopy(_loaded("AutoModel", self.model, dtype=torch.float32)))
 
     def adapted(self) -> nn.Module:
-        """Return the frozen model with trained low-rank matrices B·A beside its linear layers.
+        """Return the frozen model with trainable low-rank matrices B·A beside its linear layers.
 
         ``lora_only_b`` is explained in `with_lora`.
         """

@@ -35,7 +35,7 @@ RECIPE: dict[str, Any] = {
     "attention_dropout": 0.0,
 }
 TARGETS = "lm_head,query_key_value,dense,dense_h_to_4h,dense_4h_to_h"
-"""Layers with adapters: all linear layers, and the head, because code needs other bytes than prose.
+"""Layers with adapters: all linear layers, and the head, because code and prose differ in bytes.
 """
 STEPS, BATCH, TOKENS, LEARNING_RATE = 600, 32, 64, 4e-3
 
