@@ -66,8 +66,8 @@ def check_cell(cell: float, clipping_norm: float) -> None:
     if math.frexp(cell)[0] != 0.5 or not 1 <= clipping_norm / cell <= _MOST_CELLS:
         raise InvalidValue(
             f"noise multiplier near {cell * 2**_PER_STDDEV / clipping_norm:.2g} in secure sums: "
-            "expected one from 2**-13 to 2**15, because the noise sets the step of a grid, here "
-            f"{cell!r}, and a clipping norm must be from 1 to 2**30 steps long"
+            f"expected one from 2**-13 to 2**15, because the step of the grid, here {cell!r}, must "
+            "be a power of two, and the clipping norm from 1 to 2**30 steps long"
         )
 
 
