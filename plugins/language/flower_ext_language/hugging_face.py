@@ -27,7 +27,7 @@ def pretrained(kind: str, folder: str, *, setting: str, **options: Any) -> Any:
     """
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
     try:
         return getattr(transformers, kind).from_pretrained(folder, **options)
     except (OSError, ValueError) as error:  # no folder with a model, and no download
