@@ -16,22 +16,20 @@ from flower_ext.privacy.accounting.sampling import (
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.run_summary import RunSummary
-from flower_ext.privacy.theorems.claims import (
+from flower_ext.privacy.theorems.assumptions import (
     HIDDEN_DRAW,
     NO_SECURE_SUM,
     OUTLIVES,
     WHAT_REVEALS_A_DRAW,
     WHOLE_UPLOADS,
-    Claims,
-    amplified_loss,
     draw_assumption,
-    exposed_loss,
     grid_assumption,
     noise_assumption,
     of_secure_sum,
     others_noise,
-    share_words,
+    share_texts,
 )
+from flower_ext.privacy.theorems.claims import Claims, amplified_loss, exposed_loss
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation
 
 _MEMORY = (
@@ -112,12 +110,12 @@ def _against_server(
         return [nothing.provable(view, loss, source) for view in views]
     in_sums, of_sums = exposed_loss(mechanism, participations, participations.in_sums)
     in_uploads, of_uploads = exposed_loss(mechanism, participations, participations.in_uploads)
-    shares, honest, unmasked = share_words(mechanism, "cohort", uploads="it")
-    single = f"noise multiplier σ/√{shares} of a single upload; {of_uploads}{unmasked}"
+    divisor, of_sum, of_upload = share_texts(mechanism, "cohort", uploads="it")
+    single = f"noise multiplier σ/√{divisor} of a single upload; {of_uploads}{of_upload}"
     masked = mechanism.secure_sum is not None
     hidden = of_secure_sum(mechanism) if masked else (WHOLE_UPLOADS, NO_SECURE_SUM)
     return [
-        claims.provable(AdversaryView.SUM_ONLY, in_sums, of_sums + honest, *hidden),
+        claims.provable(AdversaryView.SUM_ONLY, in_sums, of_sums + of_sum, *hidden),
         claims.provable(AdversaryView.EACH_UPLOAD, in_uploads, single),
     ]
 

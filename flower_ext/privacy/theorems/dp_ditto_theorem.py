@@ -46,16 +46,16 @@ from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.sampling import FullParticipation, Sampling
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.run_summary import RunSummary
-from flower_ext.privacy.theorems.claims import (
+from flower_ext.privacy.theorems.assumptions import (
     AS_INSTRUCTED,
     LOADS,
     ON_A_GRID,
     OUTLIVES,
     OWN_GRADIENTS,
     PUBLIC_SIZES,
-    Claims,
     noise_assumption,
 )
+from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 LARGEST_WEIGHT = 2.0

@@ -25,7 +25,8 @@ from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.group_privacy import DpSgd, group_loss
 from flower_ext.privacy.accounting.renyi import sampled_gaussian_renyi
 from flower_ext.privacy.guarantee import Condition, Guarantee
-from flower_ext.privacy.theorems.claims import OWN_GRADIENTS, Claims, noise_assumption
+from flower_ext.privacy.theorems.assumptions import OWN_GRADIENTS, noise_assumption
+from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.theorems.uldp_theorem import OF_SILOS, user_claims
 from flower_ext.privacy.units import AdversaryView
 

@@ -60,23 +60,21 @@ from flower_ext.privacy.guarantee import Condition, Guarantee, epsilon_text
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import RunSummary, SumTerms
-from flower_ext.privacy.theorems.claims import (
+from flower_ext.privacy.theorems.assumptions import (
     HIDDEN_DRAW,
     NOT_PROVIDED,
     ON_A_GRID,
     OUTLIVES,
     SECURE_SUM,
     WHOLE_UPLOADS,
-    Claims,
-    amplified_loss,
     draw_assumption,
-    exposed_loss,
     grid_assumption,
     noise_assumption,
     of_secure_sum,
     others_noise,
-    share_words,
+    share_texts,
 )
+from flower_ext.privacy.theorems.claims import Claims, amplified_loss, exposed_loss
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 Weighting = Literal["equal", "by-records"]
@@ -323,7 +321,7 @@ def _losses_to_server(
         uploads, of_uploads = exposed_loss(
             mechanism, run.participations, in_uploads, noise=of_upload
         )
-    number, honest, unmasked = share_words(mechanism, "|S|", uploads="them")
+    number, honest, unmasked = share_texts(mechanism, "|S|", uploads="them")
     of_share = "" if of_upload == 1 else f"/√{number}"
     together = f"all uploads together: noise multiplier σ{of_share}; {of_uploads}{unmasked}"
     return (sums, of_sums + honest), (uploads, together)

@@ -39,15 +39,15 @@ from flower_ext.privacy.mechanisms.protections import (
     Perturbation,
 )
 from flower_ext.privacy.run_summary import RunSummary
-from flower_ext.privacy.theorems.claims import (
+from flower_ext.privacy.theorems.assumptions import (
     AS_INSTRUCTED,
     LOADS,
     ON_A_GRID,
     OUTLIVES,
     PUBLIC_SIZES,
-    Claims,
     noise_assumption,
 )
+from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 _SOURCE = "Yin et al., Upcycled-FL, Theorem"
