@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flower_ext.privacy.accounting.accountant import privacy_loss_of, with_approximation_error
 from flower_ext.privacy.accounting.events import Counts, PrivacyLoss
@@ -13,6 +13,13 @@ from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
+
+
+class DescribedLoss(NamedTuple):
+    """A privacy loss, and a description of how it arises, for a guarantee's ``source``."""
+
+    loss: PrivacyLoss
+    description: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +109,8 @@ def _under(relation: NeighboringRelation, releases: Counts | None) -> Counts | N
 
 def amplified_loss(
     mechanism: NoisedSum, participations: Participations, *, noise: float = 1.0
-) -> tuple[PrivacyLoss, str]:
-    """Return the loss to an adversary that does not know who was drawn, and a description.
+) -> DescribedLoss:
+    """Return the loss to an adversary that does not know who was drawn.
 
     ``noise`` is the part of the noise, as a fraction of its standard deviation, that protects what
     the adversary sees.
@@ -111,17 +118,18 @@ def amplified_loss(
     releases = mechanism.releases(participations).items()
     seen = [(release.with_noise(noise), count) for release, count in releases]
     multiplier = mechanism.noise_multiplier * noise
-    return privacy_loss_of(dict(seen), delta=mechanism.delta), (
+    return DescribedLoss(
+        privacy_loss_of(dict(seen), delta=mechanism.delta),
         f"{mechanism.sampling.describe()}, noise multiplier {multiplier:.4g}, "
         f"{participations.rounds} rounds{_answers(participations)}"
-        + (", sensitivity 2C" if mechanism.release.relation.sensitivity_factor == 2 else "")
+        + (", sensitivity 2C" if mechanism.release.relation.sensitivity_factor == 2 else ""),
     )
 
 
 def exposed_loss(
     mechanism: NoisedSum, participations: Participations, weight: float, *, noise: float = 1.0
-) -> tuple[PrivacyLoss, str]:
-    """Return the loss to an adversary that knows who was drawn, and a description.
+) -> DescribedLoss:
+    """Return the loss to an adversary that knows who was drawn.
 
     Sampling then amplifies nothing. ``weight`` belongs to the most exposed unit: the run reveals as
     much about this unit as ``weight`` sums, each with the unit's whole contribution and the whole
@@ -135,7 +143,7 @@ def exposed_loss(
         mechanism.delta,
     )
     exposed = f"most exposed {mechanism.unit.value}: loss of {weight:.4g} sums with the whole noise"
-    return loss, exposed + _answers(participations)
+    return DescribedLoss(loss, exposed + _answers(participations))
 
 
 def _answers(participations: Participations) -> str:

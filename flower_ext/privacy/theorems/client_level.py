@@ -108,15 +108,15 @@ def _against_server(
         source = "the server adds the noise after it has seen the uploads"
         views = (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD)
         return [nothing.provable(view, loss, source) for view in views]
-    in_sums, of_sums = exposed_loss(mechanism, participations, participations.in_sums)
-    in_uploads, of_uploads = exposed_loss(mechanism, participations, participations.in_uploads)
-    divisor, of_sum, of_upload = share_texts(mechanism, "cohort", uploads="it")
-    single = f"noise multiplier σ/√{divisor} of a single upload; {of_uploads}{of_upload}"
+    sums = exposed_loss(mechanism, participations, participations.in_sums)
+    uploads = exposed_loss(mechanism, participations, participations.in_uploads)
+    divisor, of_sums, of_uploads = share_texts(mechanism, "cohort", uploads="it")
+    single = f"noise multiplier σ/√{divisor} of a single upload; {uploads.description}{of_uploads}"
     masked = mechanism.secure_sum is not None
     hidden = of_secure_sum(mechanism) if masked else (WHOLE_UPLOADS, NO_SECURE_SUM)
     return [
-        claims.provable(AdversaryView.SUM_ONLY, in_sums, of_sums + of_sum, *hidden),
-        claims.provable(AdversaryView.EACH_UPLOAD, in_uploads, single),
+        claims.provable(AdversaryView.SUM_ONLY, sums.loss, sums.description + of_sums, *hidden),
+        claims.provable(AdversaryView.EACH_UPLOAD, uploads.loss, single),
     ]
 
 

@@ -48,7 +48,7 @@ import numpy as np
 from flower_ext.checks import require_count, require_delta, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of, with_approximation_error
-from flower_ext.privacy.accounting.events import PrivacyLoss, Release
+from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.group_privacy import DpSgd, group_loss
 from flower_ext.privacy.accounting.sampling import (
@@ -74,7 +74,7 @@ from flower_ext.privacy.theorems.assumptions import (
     others_noise,
     share_texts,
 )
-from flower_ext.privacy.theorems.claims import Claims, amplified_loss, exposed_loss
+from flower_ext.privacy.theorems.claims import Claims, DescribedLoss, amplified_loss, exposed_loss
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 Weighting = Literal["equal", "by-records"]
@@ -247,11 +247,9 @@ def uldp_avg_guarantees(
         *mechanism.assumptions,
         not_covered=run.not_covered,
     )
-    sums, uploads = _losses_to_server(mechanism, run, terms.hidden_draw is not None)
     losses = {
         AdversaryView.RELEASED_MODELS: amplified_loss(mechanism, run.participations),
-        AdversaryView.SUM_ONLY: sums,
-        AdversaryView.EACH_UPLOAD: uploads,
+        **_losses_to_server(mechanism, run, is_hidden=terms.hidden_draw is not None),
     }
     of_view = _assumptions_by_view(mechanism, run, terms)
     return [
@@ -291,40 +289,63 @@ def _assumptions_by_view(
 
 
 def _losses_to_server(
-    mechanism: NoisedSum, run: RunSummary, is_hidden: bool
-) -> tuple[tuple[PrivacyLoss, str], tuple[PrivacyLoss, str]]:
+    mechanism: NoisedSum, run: RunSummary, *, is_hidden: bool
+) -> Mapping[AdversaryView, DescribedLoss]:
     """Return a user's loss to a server that sees sums, and to a server that sees each upload.
 
-    A description follows each loss. ``is_hidden`` is True if the server does not know the sample.
+    ``is_hidden`` is True if the server does not know the sample.
     """
     masked = mechanism.masked
-    is_equal = run.method.weighting == "equal"
-    # For the accountant, one upload is a sum with less noise, so the same formulas hold.
     shares = (mechanism.silos or 1) if masked is None else masked.parameters.least_answers
-    of_upload = 1.0 if is_equal else 1 / math.sqrt(shares)
-    if is_hidden:
-        # A lying server can see a sum with the noise of honest silos only. With equal weights, a
-        # sum of fewer silos also holds less of a user, so ε does not grow.
-        part = 1.0 if is_equal else math.sqrt(mechanism.honest_noise)
-        sums, of_sums = amplified_loss(mechanism, run.participations, noise=part)
-        uploads, of_uploads = amplified_loss(mechanism, run.participations, noise=of_upload)
-    else:
-        # Releases with the whole weight of the most exposed user; see `Participations`.
-        in_sums = run.participations.in_sums
-        in_uploads = float(max(run.participations.uploads.values(), default=0))
-        if masked is None:
-            # The adversary may see refused uploads, too, and sums with too little noise count more.
-            in_sums = in_uploads = max(in_sums, in_uploads)
-        elif is_equal:  # collusion costs nothing (see the top of this module)
-            in_sums *= mechanism.honest_noise
-        sums, of_sums = exposed_loss(mechanism, run.participations, in_sums)
-        uploads, of_uploads = exposed_loss(
-            mechanism, run.participations, in_uploads, noise=of_upload
-        )
-    number, honest, unmasked = share_texts(mechanism, "|S|", uploads="them")
-    of_share = "" if of_upload == 1 else f"/√{number}"
-    together = f"all uploads together: noise multiplier σ{of_share}; {of_uploads}{unmasked}"
-    return (sums, of_sums + honest), (uploads, together)
+    # For the accountant, one upload is a sum with less noise, so the same formulas hold.
+    upload_noise = 1.0 if run.method.weighting == "equal" else 1 / math.sqrt(shares)
+    losses = _losses_of_hidden_draw if is_hidden else _losses_of_known_draw
+    sums, uploads = losses(mechanism, run, upload_noise)
+    divisor, of_sums, of_uploads = share_texts(mechanism, "|S|", uploads="them")
+    share = "" if upload_noise == 1 else f"/√{divisor}"
+    together = f"all uploads together: noise multiplier σ{share}; {uploads.description}{of_uploads}"
+    return {
+        AdversaryView.SUM_ONLY: DescribedLoss(sums.loss, sums.description + of_sums),
+        AdversaryView.EACH_UPLOAD: DescribedLoss(uploads.loss, together),
+    }
+
+
+def _losses_of_hidden_draw(
+    mechanism: NoisedSum, run: RunSummary, upload_noise: float
+) -> Sequence[DescribedLoss]:
+    """Return the losses by sums and by uploads to a server that does not know the sample.
+
+    ``upload_noise`` is the fraction of the noise's stddev that protects a user's uploads.
+    """
+    # A lying server can see a sum with the noise of honest silos only. With equal weights, a sum of
+    # fewer silos also holds less of a user, so ε does not grow.
+    is_equal = run.method.weighting == "equal"
+    sum_noise = 1.0 if is_equal else math.sqrt(mechanism.honest_noise)
+    return [
+        amplified_loss(mechanism, run.participations, noise=noise)
+        for noise in (sum_noise, upload_noise)
+    ]
+
+
+def _losses_of_known_draw(
+    mechanism: NoisedSum, run: RunSummary, upload_noise: float
+) -> Sequence[DescribedLoss]:
+    """Return the losses by sums and by uploads to a server that knows the sample.
+
+    ``upload_noise`` is as in `_losses_of_hidden_draw`.
+    """
+    # Releases with the whole weight of the most exposed user; see `Participations`.
+    in_sums = run.participations.in_sums
+    in_uploads = float(max(run.participations.uploads.values(), default=0))
+    if mechanism.masked is None:
+        # The adversary may see refused uploads, too, and sums with too little noise count more.
+        in_sums = in_uploads = max(in_sums, in_uploads)
+    elif run.method.weighting == "equal":  # collusion costs nothing (see the top of this module)
+        in_sums *= mechanism.honest_noise
+    return [
+        exposed_loss(mechanism, run.participations, in_sums),
+        exposed_loss(mechanism, run.participations, in_uploads, noise=upload_noise),
+    ]
 
 
 def drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
