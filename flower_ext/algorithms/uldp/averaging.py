@@ -32,6 +32,7 @@ from typing import Literal
 
 import numpy as np
 
+from flower_ext.algorithms.uldp.plan_checks import check_silos_can_draw, sums_of_users
 from flower_ext.algorithms.uldp.silo_answers import ONE_BY_ONE, answer_server, ask_silos
 from flower_ext.algorithms.uldp.silo_training import UsersTotal, WeightedTotal, users_training
 from flower_ext.algorithms.uldp.weights import (
@@ -68,13 +69,7 @@ from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
-from flower_ext.privacy.theorems.uldp_theorem import (
-    Weighting,
-    check_silos_can_draw,
-    drawn_by_silos,
-    sums_of_users,
-    uldp_avg_guarantees,
-)
+from flower_ext.privacy.theorems.uldp_theorem import Weighting, drawn_by_silos, uldp_avg_guarantees
 from flower_ext.training import LocalTraining
 
 log = getLogger("flwr")

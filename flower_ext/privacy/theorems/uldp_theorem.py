@@ -46,19 +46,13 @@ from typing import Literal
 import numpy as np
 
 from flower_ext.checks import require_count, require_delta, require_positive
-from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of, with_approximation_error
 from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.group_privacy import DpSgd, group_loss
-from flower_ext.privacy.accounting.sampling import (
-    FixedSizeSampling,
-    FullParticipation,
-    PoissonSampling,
-)
+from flower_ext.privacy.accounting.sampling import FullParticipation
 from flower_ext.privacy.guarantee import Condition, Guarantee, epsilon_text
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
-from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import RunSummary, SumTerms
 from flower_ext.privacy.theorems.assumptions import (
     HIDDEN_DRAW,
@@ -355,7 +349,7 @@ def drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
     against it, and it can subtract its own share of the noise. This ε counts every user as drawn in
     every round, because the server does not know the real draws.
     """
-    assert mechanism.masked is not None  # see `check_silos_can_draw`
+    assert mechanism.masked is not None  # see `uldp.plan_checks.check_silos_can_draw`
     parameters = mechanism.masked.parameters
     others = parameters.honest_answers - 1
     of_others = mechanism.noise_multiplier * math.sqrt(others / parameters.least_answers)
@@ -413,35 +407,3 @@ def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
         source=f"Kato et al., Uldp-FL, Theorem 5{remark}",
         assumptions=(*assumptions, *mechanism.assumptions),
     )
-
-
-def sums_of_users(mechanism: RoundMechanism) -> NoisedSum:
-    """Return ``mechanism`` itself, or refuse it if the methods of Uldp-FL cannot train with it."""
-    if not isinstance(mechanism, NoisedSum):
-        raise InvalidValue(f"plan={type(mechanism).__name__}: expected a ReleasePlan for users")
-    if mechanism.noised_by_server:
-        raise InvalidValue(
-            "noise_placement='server' of the plan: expected 'client' or a SecureSum, because the "
-            "silos, which are the clients, add the noise"
-        )
-    if isinstance(mechanism.sampling, FixedSizeSampling):
-        raise InvalidValue(
-            f"sampling={mechanism.sampling!r} of the plan: expected FullParticipation or "
-            "PoissonSampling"
-        )
-    return mechanism
-
-
-def check_silos_can_draw(mechanism: NoisedSum) -> None:
-    """Require Poisson sampling and ``SecureSum(colluding=0)``, so that silos can draw in secret."""
-    if not isinstance(mechanism.sampling, PoissonSampling):
-        raise InvalidValue(
-            f"user_draw='silos' with sampling={mechanism.sampling!r}: expected PoissonSampling, "
-            "because silos draw every user independently"
-        )
-    if mechanism.secure_sum is None or mechanism.secure_sum.colluding:
-        raise InvalidValue(
-            f"user_draw='silos' with noise_placement={mechanism.noise_placement!r}: expected "
-            "SecureSum(colluding=0), because the server may see only sums, and a silo that "
-            "colludes with the server could tell it which users were drawn"
-        )
