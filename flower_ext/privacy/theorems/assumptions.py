@@ -30,7 +30,8 @@ ONE_ANSWER = (
 """The assumption about secure sums whose threshold is too low to prevent this lie."""
 HONEST_COUNTS = (
     "all silos and the server follow the protocol: a silo or server that lies about counts voids ε "
-    "for the users of all silos, because the sum may then hold an update max_records_per_user times"
+    "for the users of all silos, because the sum may then hold an update max_records_per_user "
+    "times, or more"
 )
 """The assumption about weights that nobody can check, because they are secret."""
 WHOLE_UPLOADS = "uploads have single precision or wider, so that they add up on the grid"
