@@ -36,7 +36,7 @@ from flower_ext.secure.aggregation.mask_streams import (
     share_hash,
 )
 from flower_ext.secure.aggregation.shamir import SHARE_BYTES, TokenBytes, field_value, split
-from flower_ext.secure.labels import KEY_BYTES, check_public, decrypt, encrypt, public_of
+from flower_ext.secure.keys_and_ciphers import KEY_BYTES, check_public, decrypt, encrypt, public_of
 
 
 class MemberStage(Enum):

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flower_ext.secure.aggregation.mask_streams import apply_mask
-from flower_ext.secure.labels import derive
+from flower_ext.secure.keys_and_ciphers import derive
 from flower_ext.secure.threads import map_slices
 from flower_ext_lattice import ring
 from flower_ext_lattice.keys import SecretKey

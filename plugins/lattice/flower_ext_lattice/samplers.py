@@ -7,7 +7,8 @@ import secrets
 import numpy as np
 from numpy.typing import NDArray
 
-from flower_ext.secure.labels import KEY_BYTES, derive, keystream
+from flower_ext.privacy.randomness import keystream
+from flower_ext.secure.keys_and_ciphers import KEY_BYTES, derive
 from flower_ext_lattice.layout import DEGREE
 from flower_ext_lattice.ring import PRIMES, RESIDUE_BYTES, Reals
 from flower_ext_lattice.settings import ERROR_BOUND

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from flower_ext.checks import Count, Positive
 from flower_ext.errors import InvalidValue, ProtocolError
-from flower_ext.secure.labels import KEY_BYTES
+from flower_ext.secure.keys_and_ciphers import KEY_BYTES
 from flower_ext.secure.weighting.agreement import PartySettings
 from flower_ext_lattice.layout import DEGREE
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scipy.special import gammaincinv
 
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.labels import derive
+from flower_ext.secure.keys_and_ciphers import derive
 from flower_ext.secure.messages import check_later, pack_numbers
 from flower_ext.secure.weighting.agreement import SEEDING_SILO
 from flower_ext.secure.weighting.oblivious import Receiver

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.labels import KEY_BYTES, derive
+from flower_ext.secure.keys_and_ciphers import KEY_BYTES, derive
 from flower_ext_lattice import ring
 from flower_ext_lattice.columns import Columns
 from flower_ext_lattice.keys import SecretKey, key_pairs
