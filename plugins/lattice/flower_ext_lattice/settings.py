@@ -216,7 +216,7 @@ class LatticeSettings(PartySettings):
         return self.rerandomising_delta + self.hint_delta + self.undrawn_delta
 
     @property
-    def columns(self) -> int:
+    def num_columns(self) -> int:
         """Number of columns of a user's entries: two if the draw is secret, else one."""
         return 1 if self.draw_choices is None else 2
 

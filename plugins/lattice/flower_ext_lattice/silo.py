@@ -74,14 +74,14 @@ class LatticeSilo(SiloParty):
         opened_columns = []
         if self.settings.draw_choices is not None:
             receiver = self._draw_receiver(message.epoch, message.offer)
-            opened_columns = columns.open_columns(receiver, message.columns)
+            opened_columns = columns.open_columns(receiver, message.sealed_columns)
         return OpenedWeights(
             self.settings,
             self._server_key.public_seed,
             message,
             keys=self._entry_keys,
             shifts=self.shifts,
-            columns=opened_columns,
+            opened_columns=opened_columns,
         )
 
     def draw_masks(self, number: int) -> list[tuple[bytes, bool]]:

@@ -110,7 +110,7 @@ class OpenedWeights:
         For every user, in the secret order, the key that the silos hold.
     shifts : Sequence of int
         ρ_u of every user.
-    columns : Sequence of (int, bytes), optional
+    opened_columns : Sequence of (int, bytes), optional
         Number and key of the column that the silos open, for every user, if the draw is secret.
 
     Raises
@@ -127,7 +127,7 @@ class OpenedWeights:
         *,
         keys: Sequence[bytes],
         shifts: Sequence[int],
-        columns: Sequence[tuple[int, bytes]] = (),
+        opened_columns: Sequence[tuple[int, bytes]] = (),
     ) -> None:
         self._public_seed = public_seed
         self._label = label = _label(message.epoch, message.nonce)
@@ -138,13 +138,13 @@ class OpenedWeights:
         # The silos hold one key for each user. All other entries look random to them.
         opened = bytearray()
         for place, (key, shift) in enumerate(zip(keys, shifts, strict=True)):
-            column = columns[place][0] if columns else 0
-            at = (place * settings.table_size + shift) * settings.columns + column
+            column = opened_columns[place][0] if opened_columns else 0
+            at = (place * settings.table_size + shift) * settings.num_columns + column
             entry = np.frombuffer(message.sealed, np.uint8, _ENTRY_BYTES, at * _ENTRY_BYTES)
             pads = np.frombuffer(_pad(settings, key, label, place, shift), np.uint8)
-            entry = entry ^ pads.reshape(settings.columns, _ENTRY_BYTES)[column]
-            if columns:
-                entry ^= _column_pad(settings, columns[place][1], label, place)[shift]
+            entry = entry ^ pads.reshape(settings.num_columns, _ENTRY_BYTES)[column]
+            if opened_columns:
+                entry ^= _column_pad(settings, opened_columns[place][1], label, place)[shift]
             opened += entry.tobytes()
         raw = np.frombuffer(opened, np.uint8).reshape(users, 2, RESIDUE_BYTES).swapaxes(0, 1)
         try:
@@ -179,7 +179,7 @@ def _masks(public_seed: bytes, label: bytes, places: Sequence[int]) -> Reals:
 def _pad(settings: LatticeSettings, key: bytes, label: bytes, place: int, number: int) -> bytes:
     """Return the pad of one entry, for all columns, from BLAKE2b as a pseudorandom function."""
     entry = b"%s entry %s %d %d" % (settings.context, label, place, number)
-    size = settings.columns * _ENTRY_BYTES
+    size = settings.num_columns * _ENTRY_BYTES
     return hashlib.blake2b(entry, key=key, digest_size=size).digest()
 
 
