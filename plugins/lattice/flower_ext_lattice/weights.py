@@ -68,7 +68,7 @@ def encrypt(
     """
     users, size = settings.users, settings.table_size
     table, errors = weight_table(size), Stream.fresh()
-    words, sealed = np.empty((2, users, DEGREE)), bytearray()
+    words = np.empty((2, users, DEGREE))
     nonce = secrets.token_bytes(NONCE_BYTES)
     label = _label(epoch, nonce)
     for start in range(0, users, _TOGETHER):
@@ -76,29 +76,63 @@ def encrypt(
         drawn_errors = errors.errors(len(places) * DEGREE).reshape(-1, DEGREE).astype(np.float64)
         masks = _masks(public_seed, label, places)
         words[:, places.start : places.stop] = secret.encryptions(masks, drawn_errors)
-    for place in range(users):
-        # Entry i holds W[x_u − i], which for i = ρ_u is W[N_u], in a column for each y_u.
-        weights = table[(shifted[place] - np.arange(size)) % size, None]
-        weights = weights * np.array(columns.drawn[place])
-        # The word ``words[prime, place, 0]`` is β_u, which is sent only inside the entries.
-        entries = [
-            (int(words[prime, place, 0]) + weights) % modulus.value
-            for prime, modulus in enumerate(PRIMES)
-        ]
-        text = np.frombuffer(ring.to_words(np.stack(entries, axis=2)), np.uint8)
-        pads = b"".join(
-            _pad(settings, keys[place][KEY_BYTES * i : KEY_BYTES * (i + 1)], label, place, i)
-            for i in range(size)
+    numbers = np.arange(size)
+    # Entry i holds W[x_u − i], which for i = ρ_u is W[N_u].
+    sealed = [
+        _sealed_entries(
+            settings,
+            label,
+            place,
+            # These words, β_u, are sent only inside the entries.
+            constants=words[:, place, 0],
+            weights=table[(shifted[place] - numbers) % size],
+            columns=columns,
+            keys=keys[place],
         )
-        text = text ^ np.frombuffer(pads, np.uint8)
-        # The pad of an entry covers both columns, so a column needs a pad of its own.
-        if columns.keys:
-            column_pads = [_column_pad(settings, key, label, place) for key in columns.keys[place]]
-            text ^= np.stack(column_pads, axis=1).reshape(-1)
-        sealed += text.tobytes()
+        for place in range(users)
+    ]
     return LatticeWeights(
-        epoch=epoch, nonce=nonce, words=ring.to_words(words[:, :, 1:]), sealed=bytes(sealed)
+        epoch=epoch, nonce=nonce, words=ring.to_words(words[:, :, 1:]), sealed=b"".join(sealed)
     )
+
+
+def _sealed_entries(
+    settings: LatticeSettings,
+    label: bytes,
+    place: int,
+    *,
+    constants: Reals,
+    weights: NDArray[np.int64],
+    columns: Columns,
+    keys: bytes,
+) -> bytes:
+    """Return the M encrypted entries of the user at ``place``, each in all columns.
+
+    Parameters
+    ----------
+    constants : float64 (2 primes,)
+        The user's β_u.
+    weights : int64 (M,)
+        The weight that each entry holds, if y_u is 1.
+    keys : bytes
+        The user's M keys, joined.
+    """
+    of_columns = weights[:, None] * np.array(columns.drawn[place])
+    entries = [
+        (int(constant) + of_columns) % modulus.value
+        for constant, modulus in zip(constants, PRIMES, strict=True)
+    ]
+    text = np.frombuffer(ring.to_words(np.stack(entries, axis=2)), np.uint8)
+    pads = b"".join(
+        _pad(settings, keys[KEY_BYTES * i : KEY_BYTES * (i + 1)], label, place, i)
+        for i in range(len(weights))
+    )
+    text = text ^ np.frombuffer(pads, np.uint8)
+    # The pad of an entry covers both columns, so a column needs a pad of its own.
+    if columns.keys:
+        column_pads = [_column_pad(settings, key, label, place) for key in columns.keys[place]]
+        text ^= np.stack(column_pads, axis=1).reshape(-1)
+    return text.tobytes()
 
 
 class OpenedWeights:
