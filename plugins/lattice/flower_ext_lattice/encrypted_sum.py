@@ -109,24 +109,24 @@ class EncryptedSum:
             `OpenedWeights.encryptions`.
         """
         scale = 1.0 / self._settings.step
-        # True for each update after which a total is full: see `ROOM`.
+        # Reduce after every `ROOM` products, before float64 loses exactness.
         reducing = [(self._added + at) % ROOM == ROOM - 1 for at in range(len(updates))]
 
         def work(parts: Sequence[tuple[Group, int]]) -> list[Reals]:
-            x, of_parts = np.zeros(GROUP), []
+            scratch, of_parts = np.zeros(GROUP), []
             for group, prime in parts:
                 squares, totals = np.zeros((len(updates), _SQUARES)), self._totals[group.number]
                 for at, update in enumerate(updates):
                     values = group.spread(update[group.coordinates])
                     ring.add_encoded(
                         values,
-                        scale,
-                        float(counts[at]),
-                        squares[at],
-                        x,
-                        encryptions[at][prime],
-                        totals[prime],
-                        prime,
+                        scale=scale,
+                        count=float(counts[at]),
+                        squares=squares[at],
+                        scratch=scratch,
+                        multipliers=encryptions[at][prime],
+                        totals=totals[prime],
+                        prime=prime,
                     )
                     if reducing[at]:
                         for total in totals[prime]:

@@ -117,6 +117,7 @@ def add_products(x: Reals, multipliers: Reals, totals: Reals, prime: int) -> Non
 
 def add_encoded(
     values: NDArray[Any],
+    *,
     scale: float,
     count: float,
     squares: Reals,
