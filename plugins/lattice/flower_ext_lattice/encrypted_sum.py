@@ -260,9 +260,8 @@ def _opened(group: Group, secret: SecretKey, second: NDArray[np.uint64]) -> NDAr
     residues = np.empty((2, len(second)))
     for prime in range(len(PRIMES)):
         total = np.zeros((1, GROUP))
-        ring.add_products(
-            ring.split(spread, prime), secret.transforms[prime : prime + 1], total, prime
-        )
+        factor = secret.transforms[prime : prime + 1]
+        ring.add_products(ring.to_residues(spread, prime), factor, total, prime)
         ring.invert(total[0], prime)
         residues[prime] = group.flat(total[0])
     product = np.zeros(len(second), np.int64)

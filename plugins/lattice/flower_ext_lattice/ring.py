@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue
 from flower_ext_lattice import ring_loops
-from flower_ext_lattice.layout import DEGREE, GROUP, LANES
+from flower_ext_lattice.layout import DEGREE, LANES
 
 Reals: TypeAlias = NDArray[np.float64]
 Bytes: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
@@ -156,13 +156,12 @@ def _alternating(polynomials: Reals) -> Reals:
 
 def transformed(polynomials: Reals, prime: int) -> Reals:
     """Return the transforms, reduced, of polynomials (count, DEGREE)."""
-    nothing = np.empty((0, DEGREE)), np.empty((0, GROUP))  # products with no polynomial
     result = np.empty(polynomials.shape)
     for start in range(0, len(polynomials), LANES):
         part = polynomials[start : start + LANES]
         x = _alternating(part)
         ring_loops.reduce(x, PRIMES[prime].q)
-        add_products(x, *nothing, prime)
+        ring_loops.transform(x, PRIMES[prime].modulus)
         ring_loops.reduce(x, PRIMES[prime].q)
         result[start : start + LANES] = x.reshape(DEGREE, LANES).T[: len(part)]
     return result
@@ -224,10 +223,10 @@ def switch(residues: Reals, high: Reals, low: NDArray[np.int64]) -> NDArray[np.u
     return words
 
 
-def split(words: NDArray[np.int64], prime: int) -> Reals:
+def to_residues(words: NDArray[np.int64], prime: int) -> Reals:
     """Return the residues of signed 64-bit words modulo a prime."""
     x = np.empty(len(words))
-    ring_loops.split(words, PRIMES[prime].q, x)
+    ring_loops.to_residues(words, PRIMES[prime].q, x)
     return x
 
 

@@ -114,7 +114,7 @@ def test_switching_rounds_to_the_nearest_word_of_64_bits(work):
 def test_words_split_into_residues_and_join_again(work):
     words = np.random.default_rng(0).integers(-(2**63), 2**63, 1000)
     words[:2] = -(2**63), 2**63 - 1
-    residues = np.array([np.mod(ring.split(words, p), PRIMES[p].q) for p in (0, 1)])
+    residues = np.array([np.mod(ring.to_residues(words, p), PRIMES[p].q) for p in (0, 1)])
     for own, q in zip(residues, (Q1, Q2), strict=True):
         assert own.astype(np.int64).tolist() == [int(word) % q for word in words]
     found = np.zeros(1000, np.int64)
