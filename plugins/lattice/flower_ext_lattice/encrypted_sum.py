@@ -28,8 +28,9 @@ from flower_ext_lattice.settings import (
     WEIGHT_BITS,
     LatticeSettings,
 )
+from flower_ext_lattice.six_byte_words import pack, unpack
 
-_CUT_BITS = 64 - 8 * FIRST_WORD_BYTES
+_CUT_BITS = np.uint64(64 - 8 * FIRST_WORD_BYTES)
 """Number of low bits of each word of c0 that a silo does not send."""
 _SQUARES = 512
 """Number of partial sums of squares; with several, additions do not wait for one another."""
@@ -179,8 +180,7 @@ class EncryptedSum:
                 for key, subtract in masks:
                     apply_mask(derive(key, "first", group.number), words_of_c0, subtract=subtract)
                     apply_mask(derive(key, "second", group.number), words_of_c1, subtract=subtract)
-                raw = words_of_c0.astype("<u8", copy=False).view(np.uint8).reshape(-1, 8)
-                first[group.coordinates] = raw[:, 8 - FIRST_WORD_BYTES :]
+                first[group.coordinates] = pack(words_of_c0 >> _CUT_BITS)
                 second[group.words] = words_of_c1
             return [None] * len(groups)
 
@@ -218,7 +218,7 @@ def decrypted(
     sums = list(messages)
     result = np.empty(settings.coordinates)
     # The expected sum of all silos' dithers, less that of the bytes that they drop from words.
-    middle = len(sums) * (_HALF_STEP - 2 ** (_CUT_BITS - 1))
+    middle = len(sums) * (_HALF_STEP - 2 ** (int(_CUT_BITS) - 1))
 
     def work(groups: Sequence[Group]) -> list[None]:
         for group in groups:
@@ -246,9 +246,7 @@ def _add(
     # Sums wrap modulo 2^64, where the silos' masks cancel.
     for message in sums:
         words = np.frombuffer(message.first, np.uint8).reshape(-1, FIRST_WORD_BYTES)
-        raw = np.zeros((len(first), 8), np.uint8)
-        raw[:, 8 - FIRST_WORD_BYTES :] = words[group.coordinates]
-        first += raw.view("<u8")[:, 0]
+        first += unpack(words[group.coordinates]) << _CUT_BITS
         second += np.frombuffer(message.second, "<u8")[group.words]
 
 

@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue
-from flower_ext_lattice import ring_loops
+from flower_ext_lattice import ring_loops, six_byte_words
 from flower_ext_lattice.layout import DEGREE, LANES
 
 Reals: TypeAlias = NDArray[np.float64]
 Bytes: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
 
-RESIDUE_BYTES = 6
+RESIDUE_BYTES = six_byte_words.WORD_BYTES
 
 
 @dataclass(frozen=True)
@@ -241,8 +241,7 @@ def add_joined(words: NDArray[np.int64], residues: Reals) -> None:
 
 def to_words(residues: Reals) -> bytes:
     """Return nonnegative residues of any shape as words."""
-    raw = np.ascontiguousarray(residues.astype("<u8")).view(np.uint8)
-    return raw.reshape(-1, 8)[:, :RESIDUE_BYTES].tobytes()
+    return six_byte_words.pack(residues.reshape(-1).astype(np.uint64)).tobytes()
 
 
 def from_words(data: Bytes, shape: tuple[int, ...], *, name: str) -> Reals:
@@ -255,9 +254,8 @@ def from_words(data: Bytes, shape: tuple[int, ...], *, name: str) -> Reals:
     ValueError
         A word is not below its prime; the error names the message ``name``.
     """
-    raw = np.zeros((int(np.prod(shape)), 8), np.uint8)
-    raw[:, :RESIDUE_BYTES] = np.frombuffer(data, np.uint8).reshape(-1, RESIDUE_BYTES)
-    residues = raw.view("<u8").reshape(shape).astype(np.float64)
+    words = np.frombuffer(data, np.uint8).reshape(-1, RESIDUE_BYTES)
+    residues = six_byte_words.unpack(words).reshape(shape).astype(np.float64)
     for of_prime, prime in zip(residues, PRIMES, strict=True):
         if of_prime.size and of_prime.max() >= prime.q:
             raise InvalidValue(f"{name}: expected numbers below the prime {prime.value}")

@@ -12,6 +12,7 @@ from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.keys_and_ciphers import KEY_BYTES
 from flower_ext.secure.weighting.agreement import PartySettings
 from flower_ext_lattice.layout import DEGREE
+from flower_ext_lattice.six_byte_words import WORD_BYTES
 
 NONCE_BYTES = 32
 """Length in bytes of the random bytes in every set of weights."""
@@ -29,7 +30,7 @@ CLIPPING_SLACK = 2.0**-20
 
 SECOND_WORD_BYTES = 8
 """Length in bytes of a word of c1."""
-FIRST_WORD_BYTES = 6
+FIRST_WORD_BYTES = WORD_BYTES
 """Length in bytes of a word of c0. A masked word has eight bytes; the silo drops the lowest two."""
 COUNT_BYTES = 4
 """Length in bytes of a masked count."""
