@@ -130,10 +130,11 @@ class LatticeSettings(PartySettings):
         """
         return SUM_LIMIT * self.clipping_norm
 
-    def contribution_bound(self, clipping_norm: float) -> float:
-        """Return the largest L2 distance by which one drawn user moves the sum.
+    @property
+    def sensitivity(self) -> float:
+        """Largest L2 distance by which one drawn user moves the decoded sum, in clipping norms.
 
-        The bound is the sum of three parts:
+        The distance is the sum of three parts:
 
         * ``clipping_norm``, with a slack for rounding in clipping.
         * 1.5 · √d steps. Encoding moves a coordinate by at most half a step. Adding the dither
@@ -142,12 +143,8 @@ class LatticeSettings(PartySettings):
         * `error_bound`, for the errors e_u.
         """
         encoding = 1.5 * math.sqrt(self.coordinates) * self.step
-        return clipping_norm * (1 + CLIPPING_SLACK) + encoding + self.error_bound
-
-    @property
-    def sensitivity(self) -> float:
-        """Largest L2 distance by which one drawn user moves the decoded sum, in clipping norms."""
-        return self.contribution_bound(self.clipping_norm) / self.clipping_norm
+        moved = self.clipping_norm * (1 + CLIPPING_SLACK) + encoding + self.error_bound
+        return moved / self.clipping_norm
 
     @property
     def approximation_error(self) -> float:
