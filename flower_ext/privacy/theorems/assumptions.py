@@ -63,14 +63,14 @@ HIDDEN_DRAW = (
 )
 
 
-def noise_assumption(secure: bool) -> str:
+def of_noise(secure: bool) -> str:
     """Return the assumption about noise; ``secure`` is False if the noise comes from a seed."""
     if secure:
         return "noise from a cryptographic generator keyed by the operating system"
     return "SIMULATION: noise is reproducible from the seed, which the clients receive"
 
 
-def draw_assumption(drawn: str, secure: bool) -> str:
+def of_draw(drawn: str, secure: bool) -> str:
     """Return the assumption about the draw of cohorts or users.
 
     ``drawn`` names what is drawn, and ``secure`` is False if the draw comes from a seed.
@@ -80,7 +80,7 @@ def draw_assumption(drawn: str, secure: bool) -> str:
     return f"SIMULATION: {drawn} are reproducible from the seed, which the clients receive"
 
 
-def grid_assumption(mechanism: NoisedSum) -> str:
+def of_grid(mechanism: NoisedSum) -> str:
     """Return the assumption about noise in floating point, or about the noise of secure sums."""
     if mechanism.secure_sum is None:
         return ON_A_GRID
@@ -91,7 +91,7 @@ def grid_assumption(mechanism: NoisedSum) -> str:
     )
 
 
-def others_noise(mechanism: NoisedSum) -> tuple[str, ...]:
+def of_others_noise(mechanism: NoisedSum) -> tuple[str, ...]:
     """Return the assumptions under which noise of the clients protects released models."""
     none_of_them = (
         "the adversary is none of the parties that add noise, because such a party could subtract "

@@ -54,20 +54,7 @@ from flower_ext.privacy.accounting.sampling import FullParticipation
 from flower_ext.privacy.guarantee import Condition, Guarantee, epsilon_text
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.run_summary import RunSummary, SumTerms
-from flower_ext.privacy.theorems.assumptions import (
-    HIDDEN_DRAW,
-    NOT_PROVIDED,
-    ON_A_GRID,
-    OUTLIVES,
-    SECURE_SUM,
-    WHOLE_UPLOADS,
-    draw_assumption,
-    grid_assumption,
-    noise_assumption,
-    of_secure_sum,
-    others_noise,
-    share_texts,
-)
+from flower_ext.privacy.theorems import assumptions
 from flower_ext.privacy.theorems.claims import Claims, DescribedLoss, amplified_loss, exposed_loss
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
@@ -80,15 +67,17 @@ _OF_DATA = (
     "the numbers of users, silos and rounds are public",
     "users have the same id in every silo",
     "no user's records keep a silo from loading its data (Task.data)",
-    OUTLIVES,
+    assumptions.OUTLIVES,
 )
 OF_SILOS = (
     *_OF_DATA,
     "silos train, clip and add noise as instructed, and do not collude",
-    ON_A_GRID,
+    assumptions.ON_A_GRID,
 )
 _NOT_HELD = "ε covers only those of a user's records that no colluding silo holds"
-_NO_SECURE_SUM_OF_SILOS = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upload"
+_NO_SECURE_SUM_OF_SILOS = (
+    f"secure aggregation, {assumptions.NOT_PROVIDED}: the server sees no silo's upload"
+)
 """Assumption of guarantees about sums, if silos send their uploads without a secure sum."""
 
 
@@ -108,21 +97,21 @@ def _parties(mechanism: NoisedSum) -> tuple[str, ...]:
     if mechanism.secure_sum is None:
         return OF_SILOS
     rounding = "silos train, clip, round and add noise as instructed"
-    return (*_OF_DATA, rounding, grid_assumption(mechanism))
+    return (*_OF_DATA, rounding, assumptions.of_grid(mechanism))
 
 
 def _published_sum(mechanism: NoisedSum) -> tuple[str, ...]:
     """Return the assumptions of a theorem that counts the noise of all silos in a sum."""
     if mechanism.secure_sum is None:
         return (_NO_SECURE_SUM_OF_SILOS,)
-    return (SECURE_SUM, "silos do not collude with the server")
+    return (assumptions.SECURE_SUM, "silos do not collude with the server")
 
 
 def _hidden_sum(mechanism: NoisedSum, terms: SumTerms) -> tuple[str, ...]:
     """Return the assumptions under which the server sees sums and no single upload."""
     if mechanism.secure_sum is None:
-        return (WHOLE_UPLOADS, terms.secure_sum or _NO_SECURE_SUM_OF_SILOS)
-    return (*of_secure_sum(mechanism), _NOT_HELD)
+        return (assumptions.WHOLE_UPLOADS, terms.secure_sum or _NO_SECURE_SUM_OF_SILOS)
+    return (*assumptions.of_secure_sum(mechanism), _NOT_HELD)
 
 
 def _of_batches(one_by_one: Sequence[bool]) -> tuple[str, ...]:
@@ -178,7 +167,7 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
     claims = user_claims(
         delta,
         *_parties(mechanism),
-        noise_assumption(run.secure_noise),
+        assumptions.of_noise(run.secure_noise),
         not_covered=run.not_covered,
     )
     theorem_3 = claims.published(
@@ -198,7 +187,7 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
     uploads = claims.provable(AdversaryView.EACH_UPLOAD, loss, source)
     if mechanism.secure_sum is None:
         return [theorem_3, uploads]
-    hidden = (*of_secure_sum(mechanism), _NOT_HELD)
+    hidden = (*assumptions.of_secure_sum(mechanism), _NOT_HELD)
     return [theorem_3, claims.provable(AdversaryView.SUM_ONLY, loss, source, *hidden), uploads]
 
 
@@ -237,7 +226,7 @@ def uldp_avg_guarantees(
         "a user's weights depend on that user's records alone and sum to at most 1 over the silos",
         "a user's training uses that user's records and the model, and nothing of other users",
         *_of_batches(one_by_one),
-        noise_assumption(run.secure_noise),
+        assumptions.of_noise(run.secure_noise),
         *mechanism.assumptions,
         not_covered=run.not_covered,
     )
@@ -268,13 +257,13 @@ def _assumptions_by_view(
     hidden_sample: tuple[str, ...] = ()
     if not isinstance(mechanism.sampling, FullParticipation):
         is_secret = run.secure_cohorts or terms.hidden_draw is not None
-        hidden_sample = (HIDDEN_DRAW, draw_assumption("sampled users", is_secret))
+        hidden_sample = (assumptions.HIDDEN_DRAW, assumptions.of_draw("sampled users", is_secret))
     from_server = () if terms.hidden_draw is None else (terms.hidden_draw,)
     return {
         AdversaryView.RELEASED_MODELS: (
             _two_numbers(mechanism.release, run.participations.rounds, mechanism.delta),
             "the server follows the protocol and keeps sums and uploads to itself",
-            *others_noise(mechanism),
+            *assumptions.of_others_noise(mechanism),
             *hidden_sample,
         ),
         AdversaryView.SUM_ONLY: (*_hidden_sum(mechanism, terms), *from_server),
@@ -295,7 +284,7 @@ def _losses_to_server(
     upload_noise = 1.0 if run.method.weighting == "equal" else 1 / math.sqrt(shares)
     losses = _losses_of_hidden_draw if is_hidden else _losses_of_known_draw
     sums, uploads = losses(mechanism, run, upload_noise)
-    divisor, of_sums, of_uploads = share_texts(mechanism, "|S|", uploads="them")
+    divisor, of_sums, of_uploads = assumptions.share_texts(mechanism, "|S|", uploads="them")
     share = "" if upload_noise == 1 else f"/√{divisor}"
     together = f"all uploads together: noise multiplier σ{share}; {uploads.description}{of_uploads}"
     return {
@@ -393,17 +382,17 @@ def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
     if isinstance(mechanism.sampling, FullParticipation):
         view, accountant, remark = AdversaryView.SUM_ONLY, "closed form (RDP)", ""
         epsilon = uldp_closed_form(noise_multiplier=sigma, rounds=rounds, delta=delta)
-        assumptions = _published_sum(mechanism)
+        of_view = _published_sum(mechanism)
     else:
         view, accountant, remark = AdversaryView.RELEASED_MODELS, "RDP", " and Remark 1"
         # The theorem covers no approximation error of a protocol, and no second upload of a user.
         release = replace(mechanism.release, noise_multiplier=sigma, approximation_error=0.0)
         epsilon = privacy_loss_of({release: rounds}, delta=delta, accountant="rdp").epsilon
-        assumptions = ("who was sampled stays secret",)
+        of_view = ("who was sampled stays secret",)
     return user_claims(delta).published(
         view,
         epsilon,
         accountant=accountant,
         source=f"Kato et al., Uldp-FL, Theorem 5{remark}",
-        assumptions=(*assumptions, *mechanism.assumptions),
+        assumptions=(*of_view, *mechanism.assumptions),
     )

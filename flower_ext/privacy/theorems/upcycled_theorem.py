@@ -39,14 +39,7 @@ from flower_ext.privacy.mechanisms.protections import (
     Perturbation,
 )
 from flower_ext.privacy.run_summary import RunSummary
-from flower_ext.privacy.theorems.assumptions import (
-    AS_INSTRUCTED,
-    LOADS,
-    ON_A_GRID,
-    OUTLIVES,
-    PUBLIC_SIZES,
-    noise_assumption,
-)
+from flower_ext.privacy.theorems import assumptions
 from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
@@ -311,7 +304,7 @@ def _output_guarantees(
     published, provable = _columns(by_client)
     sizes = [run.num_examples.get(client) for client in by_client]
     reason, conditions = _sensitivity_of_all(perturbation, objective, sizes)
-    claims = _claims(run, delta, arithmetic=ON_A_GRID)
+    claims = _claims(run, delta, arithmetic=assumptions.ON_A_GRID)
     largest = max(provable, default=0.0)
     return [
         claims.published(
@@ -383,14 +376,14 @@ def _claims(run: RunSummary, delta: float, *of_training: str, arithmetic: str) -
         relation=NeighboringRelation.REPLACE_ONE,
         delta=delta,
         assumptions=(
-            AS_INSTRUCTED,
+            assumptions.AS_INSTRUCTED,
             *of_training,
-            PUBLIC_SIZES,
+            assumptions.PUBLIC_SIZES,
             "bounds on the loss hold for every possible record",
-            LOADS,
-            OUTLIVES,
+            assumptions.LOADS,
+            assumptions.OUTLIVES,
             arithmetic,
-            noise_assumption(run.secure_noise),
+            assumptions.of_noise(run.secure_noise),
         ),
         not_covered=run.not_covered,
     )
