@@ -35,7 +35,7 @@ from flower_ext.privacy.study_composition import (
     study_guarantees,
     total_spent,
 )
-from flower_ext.privacy.theorems.claims import NOT_PROVIDED
+from flower_ext.privacy.theorems.assumptions import NOT_PROVIDED
 from flower_ext.runs.directory import Rounds, RunDirectory
 from flower_ext.runs.figures import draw_figures, in_words, qualities
 from flower_ext.runs.page import Markup, to_markdown, write_page

@@ -92,7 +92,7 @@ def test_an_optimisers_moments_and_an_average_resume_bit_for_bit(tmp_path):
 
 
 def test_an_adaptive_clipping_norm_resumes_bit_for_bit(tmp_path):
-    clipping = AdaptiveClipping(initial=0.01, quantile=0.7, learning_rate=1.0)
+    clipping = AdaptiveClipping(initial_norm=0.01, quantile=0.7, learning_rate=1.0)
     options = {"method": DPFedAvg, "local": SGD, "memory": False}
     options |= {"plan": plan(clipping_norm=clipping)}
     whole, strategy = play(tmp_path / "whole", **options)

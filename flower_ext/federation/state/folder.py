@@ -36,7 +36,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.records import Arrays
 from flower_ext.files import held, sync_to_disk, write_whole
-from flower_ext.secure.labels import KEY_BYTES, decrypt, encrypt
+from flower_ext.secure.keys_and_ciphers import KEY_BYTES, decrypt, encrypt
 
 SECRETS = "secrets"
 _SEALED = b"flower_ext sealed 1\n"

@@ -35,8 +35,8 @@ from flower_ext.secure.aggregation.mask_streams import (
     self_mask_key,
     share_hash,
 )
-from flower_ext.secure.aggregation.shamir import SHARE_BYTES, TokenBytes, field_value, split
-from flower_ext.secure.labels import KEY_BYTES, check_public, decrypt, encrypt, public_of
+from flower_ext.secure.aggregation.shamir import SHARE_BYTES, TokenBytes, field_value, split_secret
+from flower_ext.secure.keys_and_ciphers import KEY_BYTES, check_public, decrypt, encrypt, public_of
 
 
 class MemberStage(Enum):
@@ -144,8 +144,8 @@ class Member(JsonRecord):
         for public in halves:
             check_public(public)
         points = [other + 1 for other in sorted(keys)]
-        of_seed = split(self.seed, points, context.threshold, token_bytes)
-        of_key = split(self.mask_private, points, context.threshold, token_bytes)
+        of_seed = split_secret(self.seed, points, context.threshold, token_bytes)
+        of_key = split_secret(self.mask_private, points, context.threshold, token_bytes)
         sealed = {}
         for other in sorted(keys):
             key = self._channel_key(keys[other], sender=index, receiver=other)

@@ -83,7 +83,7 @@ def mechanism_of(strategy: FederatedStrategy, rounds: int) -> Mechanism:
     """Return the mechanism of a strategy that runs for ``rounds`` rounds."""
     run, mechanism, summary = strategy.run, strategy.run.mechanism, summary_of(strategy.run)
     if isinstance(mechanism, AdaptiveRelease):  # later rounds have other norms
-        mechanism = replace(mechanism, adaptive_norm=mechanism.clipping.initial)
+        mechanism = replace(mechanism, adaptive_norm=mechanism.clipping.initial_norm)
     sampling, protection = mechanism.sampling, mechanism.protection(summary, 1)
     sizes = range(1, min(sampling.population, _LARGEST_COHORT) + 1)
     values = [mechanism.noised_value(summary, size) for size in sizes]
