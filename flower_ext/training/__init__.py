@@ -27,6 +27,7 @@ from flower_ext.training.dp.dp_sgd import ClippedGradient, DpSgdTraining, train_
 from flower_ext.training.isolation import products_are_reproducible
 from flower_ext.training.job import Job, LocalTraining, StepNoise, job_batches
 from flower_ext.training.local import NotConverged, newton, sgd_step, train
+from flower_ext.training.losses import accuracy, cox_loss
 from flower_ext.training.models.features import Features
 from flower_ext.training.models.validation import (
     UnshareableModel,
@@ -43,7 +44,7 @@ from flower_ext.training.problem import (
     local_problem,
 )
 from flower_ext.training.scoring import evaluate, evaluate_client
-from flower_ext.training.task import Task, accuracy, cox_loss
+from flower_ext.training.task import Task
 
 __all__ = [
     "MEMORY_LIMIT",

@@ -27,10 +27,11 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy import NoiseSource
 from flower_ext.training.index_limits import on_device
 from flower_ext.training.isolation import attempted
+from flower_ext.training.kind import TrainingKind, kind_of
 from flower_ext.training.models.calls import call_model
 from flower_ext.training.models.factory import in_training
 from flower_ext.training.problem import Proximal, Term
-from flower_ext.training.task import Task, TrainingKind, kind_of
+from flower_ext.training.task import Task
 
 SGD = "SGD"
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from flower_ext.training.job import refusing_layer
-from flower_ext.training.task import kind_of
+from flower_ext.training.kind import kind_of
 from tests.support.jobs import problem
 
 

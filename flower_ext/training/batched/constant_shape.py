@@ -38,8 +38,9 @@ from flower_ext.training.batched.mapped import BY_CHANNEL
 from flower_ext.training.batched.stack import IGNORED, MiniBatches, Stack, jobs_that_fit
 from flower_ext.training.isolation import deterministic_kernels, products_are_reproducible
 from flower_ext.training.job import Job, LocalTraining
+from flower_ext.training.kind import TrainingKind
 from flower_ext.training.params import Params, clone
-from flower_ext.training.task import Task, TrainingKind
+from flower_ext.training.task import Task
 
 SIZES = (4, 8, 16, 32)
 """Possible numbers of models in a stack. A stack of 4 takes as long as 5 models that train one

@@ -31,6 +31,7 @@ from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.dp.control_flow import DecidedTests, ReadsValues, watched
+from flower_ext.training.kind import TrainingKind, kind_of
 from flower_ext.training.models.calls import call_model, call_with
 from flower_ext.training.params import Params, clone
 from flower_ext.training.per_example import GradientRows, Parts, gradients, is_known
@@ -41,7 +42,7 @@ from flower_ext.training.problem import (
     loss_alone,
     model_of_single_examples,
 )
-from flower_ext.training.task import Task, TrainingKind, kind_of
+from flower_ext.training.task import Task
 from flower_ext.training.trials.examples import BatchInvarianceTrial, why_not_one_by_one
 from flower_ext.training.trials.made_up_examples import deterministic, random_examples
 

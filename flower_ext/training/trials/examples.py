@@ -27,6 +27,7 @@ from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.privacy.mechanisms.updates import is_finite
 from flower_ext.training.isolation import attempted, deterministic_kernels, seeded
+from flower_ext.training.kind import TrainingKind
 from flower_ext.training.models.calls import UnlikeTypes, call_model, call_with
 from flower_ext.training.params import Params, clone, flat_rows, shaken
 from flower_ext.training.per_example import Parts
@@ -36,7 +37,7 @@ from flower_ext.training.problem import (
     has_rows,
     model_of_single_examples,
 )
-from flower_ext.training.task import Task, TrainingKind
+from flower_ext.training.task import Task
 from flower_ext.training.trials.made_up_examples import (
     ODD,
     TRIED,

@@ -22,10 +22,11 @@ from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.training.isolation import deterministic_kernels, seeded
 from flower_ext.training.job import Job, LocalTraining
+from flower_ext.training.kind import TrainingKind, kind_of
 from flower_ext.training.models.factory import in_training
 from flower_ext.training.params import Params, shaken
 from flower_ext.training.problem import Proximal
-from flower_ext.training.task import Task, TrainingKind, kind_of
+from flower_ext.training.task import Task
 from flower_ext.training.trials.made_up_examples import (
     ODD,
     random_examples,

@@ -8,7 +8,7 @@ from torch import nn
 
 from flower_ext.training import ClippedGradient
 from flower_ext.training.isolation import seeded
-from flower_ext.training.task import kind_of
+from flower_ext.training.kind import kind_of
 from flower_ext.training.trials.examples import BatchInvarianceTrial
 from flower_ext.training.trials.made_up_examples import ODD
 from tests.support.jobs import problem
