@@ -25,8 +25,8 @@ from flower_ext.training.batched.many import (
 )
 from flower_ext.training.dp.dp_sgd import ClippedGradient, DpSgdTraining, train_dp_sgd
 from flower_ext.training.isolation import products_are_reproducible
-from flower_ext.training.job import Job, LocalTraining, StepNoise, job_batches
-from flower_ext.training.local import NotConverged, newton, sgd_step, train
+from flower_ext.training.job import Job, LocalTraining, StepNoise
+from flower_ext.training.local import NotConverged, job_batches, newton, sgd_step, train
 from flower_ext.training.losses import accuracy, cox_loss
 from flower_ext.training.models.features import Features
 from flower_ext.training.models.validation import (

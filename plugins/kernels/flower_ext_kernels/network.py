@@ -26,12 +26,13 @@ from torch.nn import functional
 from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.training.isolation import draws_generator
-from flower_ext.training.job import Job, refusing_layer
+from flower_ext.training.job import Job
 from flower_ext.training.kind import kind_of
 from flower_ext.training.models.dropout import draw_bits, draws_needed
 from flower_ext.training.params import Params, Sizes, sizes
 from flower_ext.training.problem import affine
 from flower_ext.training.task import Task
+from flower_ext.training.trials.single_rows import refusing_layer
 from flower_ext_kernels.chain import Layer, Part, chain
 from flower_ext_kernels.layer_table import CHANNELS, COLUMNS, DROP, IMAGE_NORM, LINE, NORM
 
