@@ -30,13 +30,13 @@ from flower_ext.training.isolation import attempted, deterministic_kernels, seed
 from flower_ext.training.kind import TrainingKind
 from flower_ext.training.models.calls import UnlikeTypes, call_model, call_with
 from flower_ext.training.params import Params, clone, flat_rows, shaken
-from flower_ext.training.per_example import Parts
-from flower_ext.training.problem import (
+from flower_ext.training.single_examples.alone import (
     ExampleLoss,
     gradient_alone,
     has_rows,
     model_of_single_examples,
 )
+from flower_ext.training.single_examples.layers import Parts
 from flower_ext.training.task import Task
 from flower_ext.training.trials.made_up_examples import (
     ODD,
