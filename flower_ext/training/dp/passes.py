@@ -1,6 +1,6 @@
 """Ways to find the gradient of every example of a batch, and the trials that choose among them.
 
-The fastest way is one pass over a batch. It gives the inputs and outputs of every layer. From these,
+The fastest way is one pass over a batch. It gives the inputs and outputs of every layer, from which
 `single_examples.layers` computes the norm of each example's gradient, and the sum of the clipped
 gradients. On a CPU, a batch is divided into several passes that fit into the caches. If a model
 might mix examples, vmap or a loop computes each example's gradient.
@@ -33,6 +33,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.training.dp.control_flow import DecidedTests, ReadsValues, watched
 from flower_ext.training.kind import TrainingKind, kind_of
 from flower_ext.training.models.calls import call_model, call_with
+from flower_ext.training.models.dropout import WithoutDropout
 from flower_ext.training.params import Params, clone
 from flower_ext.training.single_examples.alone import (
     ExampleLoss,
@@ -43,8 +44,9 @@ from flower_ext.training.single_examples.alone import (
 )
 from flower_ext.training.single_examples.layers import GradientRows, Parts, gradients, is_known
 from flower_ext.training.task import Task
-from flower_ext.training.trials.examples import BatchInvarianceTrial, why_not_one_by_one
-from flower_ext.training.trials.made_up_examples import deterministic, random_examples
+from flower_ext.training.trials.examples_in_turn import why_not_one_by_one
+from flower_ext.training.trials.examples_together import BatchInvarianceTrial
+from flower_ext.training.trials.made_up_examples import random_examples
 
 log = getLogger("flwr")
 
@@ -155,7 +157,7 @@ class Passes:
         values still decide which operations the model runs, the error is `ReadsValues`.
         """
         x = random_examples(features, count, torch.Generator().manual_seed(0))
-        with deterministic():
+        with WithoutDropout():
             try:
                 self._watch(x)
             except ReadsValues:
