@@ -4,10 +4,16 @@
 module                contents
 ====================  =====================================================================
 `task`                the model, the loss, the metrics and each partition's data
-`job`                 one local training: its settings, examples, mini-batches and noise
+`losses`              a loss and a metric for tasks
+`kind`                a task's model, loss and shapes, without data: the key of stored results
 `models`              models of this package; functions that build, call and check any model
+`params`              parameters as dictionaries of tensors
+`index_limits`        the integers, such as labels and words, that a task accepts
+`job`                 one local training: its settings, examples, mini-batches and noise
 `problem`             one client's objective, as a function of the trained parameters
 `local`               `train`: sets up a job's problem, takes the steps, returns the model
+`scoring`             the loss and the metrics of a model on a client's examples
+`single_examples`     the loss and the gradient of each example
 `dp`                  steps of DP-SGD, which clip each example's gradient
 `batched`             trains many jobs together; only rounding may differ from `local`
 `side_by_side`        runs many clients' methods, and groups the trainings that they yield
