@@ -78,8 +78,8 @@ class BatchInvarianceTrial:
                         "an example has a different gradient alone than in a pass over several "
                         "examples"
                     )
-            few = trees.mapped(lambda leaf: leaf[:NUM_RANDOM_EXAMPLES].clone(), (x, directions))
-            return self._why_integers_mix(*few, gradient_pass, generator)
+            x, directions = trees.mapped(lambda t: t[:NUM_RANDOM_EXAMPLES].clone(), (x, directions))
+            return self._why_integers_mix(x, directions, gradient_pass, generator)
 
     def why_bits_differ(self, gradient_pass: GradientPass, count: int) -> str | None:
         """Return why a bit of an example's gradient depends on its place, or on other examples.
