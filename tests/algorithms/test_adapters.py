@@ -19,8 +19,7 @@ from flower_ext.algorithms import (
 from flower_ext.data import Examples, SiloData
 from flower_ext.federation import FederatedStrategy, InProcessGrid
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, ReleasePlan
-from flower_ext.training import DpSgdTraining, LocalTraining, Task
-from flower_ext.training.task import accuracy
+from flower_ext.training import DpSgdTraining, LocalTraining, Task, accuracy
 from tests.support.grids import grid
 from tests.support.strategies import group_strategy, strategy_of
 

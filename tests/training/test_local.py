@@ -18,10 +18,10 @@ from flower_ext.training import (
     Task,
     evaluate,
 )
-from flower_ext.training.job import fewest_rows
 from flower_ext.training.local import perturbation, sgd_step
 from flower_ext.training.params import clone
 from flower_ext.training.problem import Linear, LocalProblem
+from flower_ext.training.trials.single_rows import fewest_rows
 from tests.support.grids import grid
 from tests.support.jobs import batches, train_many, train_one
 

@@ -32,8 +32,8 @@ from flower_ext_kernels.layer_table import SIGNATURES
 
 _HERE = Path(__file__).parent
 _SOURCES = [
-    *(_HERE / f"{name}.py" for name in ("between", "dense", "images", "layer_table", "native")),
-    *(_HERE / f"{name}.py" for name in ("passes", "products", "sgd", "tiles")),
+    *(_HERE / f"{name}.py" for name in ("dense", "images", "layer_table", "native")),
+    *(_HERE / f"{name}.py" for name in ("norms_and_dropout", "passes", "products", "sgd", "tiles")),
     Path(dropout.__file__),
 ]
 _LONGEST = 600.0
