@@ -53,12 +53,12 @@ class Declared:
     release: Release
     count: int
     """Number of such releases in the whole run."""
-    moves: float
+    sensitivity: float
     """Largest distance by which one unit moves the sum, upload or local step that is noised."""
     stddev: float
     """Standard deviation of the noise on that sum, upload or local step."""
-    besides: Mapping[Release, int] = field(default_factory=dict)
-    """Other releases of the run, and how often each is made. The check does not measure them."""
+    other_queries: Mapping[Release, int] = field(default_factory=dict)
+    """Releases of the run's queries, and how often each is made; the check measures none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +116,9 @@ def mechanism_of(strategy: FederatedStrategy, rounds: int) -> Mechanism:
         declared = Declared(
             release=release,
             count=1 if is_spaced else count,  # all spaced rounds are one release
-            moves=value.sensitivity,
+            sensitivity=value.sensitivity,
             stddev=value.stddev,
-            besides={sums.release: sums.query.times for sums in run.query_sums},
+            other_queries={sums.release: sums.query.times for sums in run.query_sums},
         )
     return Mechanism(
         noise=noise,

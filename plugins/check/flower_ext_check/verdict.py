@@ -18,7 +18,7 @@ from flower_ext_check.faults_of_parts import (
     add_wrong_parts,
 )
 from flower_ext_check.findings import Finding, Findings
-from flower_ext_check.measured import Measured, measured, unmeasured
+from flower_ext_check.measured import MeasuredEpsilon, measure_epsilon, unmeasured_reason
 from flower_ext_check.mechanisms import promised
 from flower_ext_check.observed import Observed
 from flower_ext_check.probes import Probes
@@ -33,9 +33,9 @@ _SLACK = 1.001
 
 def verdict(probes: Probes) -> dict[str, Any]:
     """Return the result of a check after all runs, ready for JSON. It holds no data of the app."""
-    real, traits, second = probes.real, probes.traits, measured(probes)
+    real, traits, measured_epsilon = probes.real, probes.traits, measure_epsilon(probes)
     planned, config = traits.planned, probes.request.config
-    every_finding = _findings(probes, second)
+    every_finding = _findings(probes, measured_epsilon)
     refuted = next((finding for finding in every_finding if finding.refutes), None)
     stated = [*traits.claims, *claims_of_settings(config, planned), *claims_of_output(real)]
     claims = [
@@ -69,8 +69,9 @@ def verdict(probes: Probes) -> dict[str, Any]:
         "planned_rounds": planned,
         "clients": probes.request.clients,
         "provable": list(_provable(traits, refuted, delta)),
-        "measured": None if second is None else {**asdict(second), "agrees": second.agrees},
-        "unmeasured": "" if second is not None else unmeasured(probes),
+        "measured": measured_epsilon
+        and {**asdict(measured_epsilon), "agrees": measured_epsilon.agrees},
+        "unmeasured": "" if measured_epsilon is not None else unmeasured_reason(probes),
         "conditional": conditional,
         "claims": claims,
         "findings": [asdict(finding) for finding in every_finding],
@@ -80,7 +81,7 @@ def verdict(probes: Probes) -> dict[str, Any]:
     }
 
 
-def _findings(probes: Probes, second: Measured | None) -> list[Finding]:
+def _findings(probes: Probes, measured_epsilon: MeasuredEpsilon | None) -> list[Finding]:
     """Return all findings of a check, beginning with those that leave no ε provable."""
     findings = Findings(app=probes.app, traits=probes.traits)
     add_unknown_parts(probes.traits, findings)
@@ -88,7 +89,7 @@ def _findings(probes: Probes, second: Measured | None) -> list[Finding]:
     add_uncounted_messages(probes, findings)
     add_wrong_noise(probes, findings)
     add_exceeded_bounds(probes, findings)
-    add_wrong_epsilon(second, findings)
+    add_wrong_epsilon(measured_epsilon, findings)
     add_effects_of_one_client(probes, findings)
     add_unprotected_values(probes, findings)
     return findings.ordered()
