@@ -83,16 +83,14 @@ def check(
             random_data=data == "random",
             columns=columns,
         )
-        result = in_fork(partial(_answered, request))
+        result = in_fork(partial(_verdict_or_reason, request))
         if result is None:
             raise AppFailed("the app ended the process in which the check ran it")
         if log is not None:
             shutil.copyfile(request.log, log)
             log.chmod(0o600)
-    if "error" in result:
-        raise AppFailed(
-            result["error"] + ("" if log else "; to keep what it printed, add --log FILE")
-        )
+    if isinstance(result, str):
+        raise AppFailed(result + ("" if log else "; to keep what it printed, add --log FILE"))
     if as_json:
         print(json.dumps(result, indent=1, ensure_ascii=False))
     else:
@@ -103,8 +101,17 @@ def check(
     raise typer.Exit(3 if result["unproven"] else 0)
 
 
-def _answered(request: CheckRequest) -> dict[str, Any]:
-    os.environ.update(_ENVIRONMENT)
-    from flower_ext_check.checked import answered  # imports PyTorch, which reads the environment
+def _verdict_or_reason(request: CheckRequest) -> dict[str, Any] | str:
+    """Check an app; return the verdict as JSON, or the reason why the app could not be checked.
 
-    return answered(request)
+    Call this function in a fork. It returns no `Verdict`, because this process would import PyTorch
+    only to receive it.
+    """
+    os.environ.update(_ENVIRONMENT)
+    # This import includes PyTorch, which reads the environment.
+    from flower_ext_check.checked import NotChecked, check_app
+
+    try:
+        return check_app(request).to_dict()
+    except NotChecked as error:
+        return str(error)

@@ -74,7 +74,7 @@ class AppTraits:
     has_task: bool
     """True if a `Task` of this package made the ClientApp."""
     noise: Noise | None
-    release: Release | None
+    flower_release: Release | None
     """One round of Flower's mechanism; None if it adds no noise, or if the app does not use it."""
     mechanism: Mechanism
     """The mechanism of this package's strategy; a `Mechanism` without noise if there is none."""
@@ -130,11 +130,11 @@ class AppTraits:
             part.origin == APP for part in self.strategies
         )
 
-    def epsilon(self, rounds: int, delta: float) -> float | None:
-        """Return ε of ``release`` after ``rounds`` rounds; it holds if no finding refutes it."""
-        if self.release is None:
+    def flower_epsilon(self, rounds: int, delta: float) -> float | None:
+        """Return ε of ``rounds`` equal to ``flower_release``; it holds if no finding refutes it."""
+        if self.flower_release is None:
             return None
-        return privacy_loss_of({self.release: rounds}, delta=delta).epsilon
+        return privacy_loss_of({self.flower_release: rounds}, delta=delta).epsilon
 
 
 def traits_of(instruments: Instruments, client: ClientApp, observed: Observed) -> AppTraits:
@@ -152,7 +152,7 @@ def traits_of(instruments: Instruments, client: ClientApp, observed: Observed) -
         mods=[_part(mod) for mod in mods],
         has_task=isinstance(client, CohortApp),
         noise=mechanism.noise or noise,
-        release=release,
+        flower_release=release,
         mechanism=mechanism,
         foreign=_foreign(federated, client),
         guarantees=guarantees,
