@@ -96,7 +96,7 @@ class Probes:
         held = (
             None
             if real is None
-            else HeldRun(template=real.template, change=probe.change, quiet=probe.quiet)
+            else HeldRun(template=real.template, planned_change=probe.change, quiet=probe.quiet)
         )
         watch = Watch(app=self.app, seed=probe.seed, rounds=request.rounds, held=held)
         self.instruments.watch = watch
