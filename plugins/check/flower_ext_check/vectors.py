@@ -10,8 +10,8 @@ import numpy as np
 
 HELD = 1e-3
 """L2 norm of the public update that clients send in a held run."""
-_SAMPLE = 100_000
-"""Each vector keeps fewer than twice this number of coordinates."""
+SAMPLE = 100_000
+"""Largest number of coordinates that a vector keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Vector:
 
     size: int
     sample: np.ndarray
-    """Evenly spaced coordinates; see `_SAMPLE`."""
+    """Evenly spaced coordinates, at most `SAMPLE`; all of them if there are no more."""
     along: float
     """Projection onto `direction`."""
     norm: float
@@ -64,10 +64,11 @@ def vector(arrays: Iterable[np.ndarray]) -> Vector | None:
     if not sum(part.size for part in parts):
         return None
     flat = np.concatenate(parts)
+    spacing = -(-flat.size // SAMPLE)  # rounded up, so that no more than `SAMPLE` remain
     with np.errstate(all="ignore"):
         return Vector(
             size=flat.size,
-            sample=flat[:: max(1, flat.size // _SAMPLE)].copy(),
+            sample=flat[::spacing].copy(),
             along=float(flat @ direction(flat.size)),
             norm=float(np.linalg.norm(flat)),
             finite=bool(np.isfinite(flat).all()),
