@@ -8,12 +8,16 @@ import numpy as np
 
 from flower_ext.federation import FederatedStrategy
 from flower_ext_check import recognise
-from flower_ext_check.findings import Findings
+from flower_ext_check.findings import Case, Findings
 from flower_ext_check.held_run import TRAIN
 from flower_ext_check.probes import Probes, RunName
 
 _MOST_SHOWN = 6
-_ENDINGS = {RunName.NAN: "nan/ending", RunName.ZERO: "zero", RunName.RAISE: "absence"}
+_ENDINGS = {
+    RunName.NAN: Case.NAN_ENDING,
+    RunName.ZERO: Case.ZERO,
+    RunName.RAISE: Case.ABSENCE,
+}
 """The finding for each run that one changed client may end."""
 
 
@@ -25,20 +29,20 @@ def add_effects_of_one_client(probes: Probes, findings: Findings) -> None:
     if not traits.has_task and (traits.has(recognise.OUR_MOD) or traits.local):
         for reply in nan.replies:
             if reply.kind == TRAIN and reply.upload and not reply.upload.finite:
-                findings.add("nan/upload", round=reply.round)
+                findings.add(Case.NAN_UPLOAD, round=reply.round)
     if any(not release.finite for release in nan.releases):
-        findings.add("nan/model")
+        findings.add(Case.NAN_MODEL)
     for name, case in _ENDINGS.items():
         if ending := _ending(name, probes, usual.unreleased):
             findings.add(case, ending=ending)
     if not traits.has_task and _fails(RunName.RAISE, probes):
-        findings.add("failures-seen")
+        findings.add(Case.FAILURES_SEEN)
     uploads, uploads_as_usual = nan.uploads(1), usual.uploads(1)
     others = uploads.keys() & uploads_as_usual.keys() - {nan.target(1)}
     if not (traits.secure_noise or traits.has_task) and any(
         not np.array_equal(uploads[c].sample, uploads_as_usual[c].sample) for c in others
     ):
-        findings.add("influence")
+        findings.add(Case.INFLUENCE)
 
 
 def _ending(name: RunName, probes: Probes, unreleased: int) -> str:
@@ -76,24 +80,24 @@ def add_unprotected_values(probes: Probes, findings: Findings) -> None:
         allowed.add("norm_bit")
     if names := _metrics(probes, TRAIN, allowed):
         refutes = not traits.is_ours or traits.has(recognise.OUR_MOD)
-        findings.add("metrics", names=names, refutes=refutes)
+        findings.add(Case.METRICS, names=names, refutes=refutes)
     if traits.strategies:  # an app's own loop may send several kinds of messages
         counts = {sum(kind == "ArrayRecord" for kind, _ in reply.records) for reply in replies}
         if counts - {1}:
-            findings.add("records", count=max(counts))
+            findings.add(Case.RECORDS, count=max(counts))
     if noise and any(reply.integers for reply in replies):
-        findings.add("integers")
+        findings.add(Case.INTEGERS)
     if noise and not traits.is_ours and any(reply.scalars for reply in replies):
-        findings.add("scalars")
+        findings.add(Case.SCALARS)
     layouts = {(reply.records, tuple(reply.metrics)) for reply in replies}
     if traits.strategies and len(layouts) > 1:
-        findings.add("names")
+        findings.add(Case.NAMES)
     weights = {reply.metrics.get(traits.weighted_by) for reply in replies}
     if noise and noise.cohort and not traits.is_ours and len(weights) > 1:
-        findings.add("weights/different")
+        findings.add(Case.WEIGHTS_DIFFERENT)
     if names := _metrics(probes, "evaluate"):
         refutes = not traits.has(FederatedStrategy.__name__)
-        findings.add("evaluation", names=names, refutes=refutes)
+        findings.add(Case.EVALUATION, names=names, refutes=refutes)
 
 
 def _metrics(probes: Probes, kind: str, allowed: Collection[str] = ()) -> str:

@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 
 from flower_ext_check import recognise
-from flower_ext_check.findings import Findings
+from flower_ext_check.findings import Case, Findings
 from flower_ext_check.measured import (
     MeasuredEpsilon,
     scaled_release_difference,
@@ -77,11 +77,11 @@ def _add_too_little_noise(
         return False
     measured = spread(differences)
     if measured.value < 1e-3 and 2 * HELD < norm < np.inf:
-        findings.add("seeded-noise", what=what)
+        findings.add(Case.SEEDED_NOISE, what=what)
     elif measured.value < 1e-3:
-        findings.add("noise-missing", what=what)
+        findings.add(Case.NOISE_MISSING, what=what)
     elif measured.high < 1:
-        findings.add("noise-small", what=what, value=measured.value, high=measured.high)
+        findings.add(Case.NOISE_SMALL, what=what, value=measured.value, high=measured.high)
     else:
         return False
     return True
@@ -102,7 +102,7 @@ def add_exceeded_bounds(probes: Probes, findings: Findings) -> None:
                 continue
             exceeded.add(movement.what)
             findings.add(
-                "weights/heavy" if run is RunName.HEAVY else movement.case,
+                Case.WEIGHTS_HEAVY if run is RunName.HEAVY else movement.case,
                 what=movement.what,
                 number=number,
                 moved=movement.distance,
@@ -115,7 +115,7 @@ class _Movement:
     """The distance by which a changed client moves a value, beside what clipping permits."""
 
     what: str
-    case: str
+    case: Case
     """The finding if the distance exceeds the bound."""
     distance: float
     """Distance along `direction`."""
@@ -134,7 +134,7 @@ def _movements(probes: Probes, noise: Noise, run: RunName, number: int) -> Itera
         if upload is not None and upload.finite and usual:
             yield _Movement(
                 what="its upload",
-                case="unclipped",
+                case=Case.UNCLIPPED,
                 distance=abs(upload.along - float(np.median(usual))),
                 bound=noise.clipping_norm * (2 if noise.bounds_models else 1),
                 noise_stddev=noise.of_upload(len(quiet.cohort(number))),
@@ -143,7 +143,7 @@ def _movements(probes: Probes, noise: Noise, run: RunName, number: int) -> Itera
     if noise.cohort and moved is not None:
         yield _Movement(
             what="the model",
-            case="movement",
+            case=Case.MOVEMENT,
             distance=abs(moved),
             bound=noise.clipping_norm / noise.cohort,
             noise_stddev=noise.release_stddev,
@@ -153,4 +153,4 @@ def _movements(probes: Probes, noise: Noise, run: RunName, number: int) -> Itera
 def add_wrong_epsilon(measured_epsilon: MeasuredEpsilon | None, findings: Findings) -> None:
     """Find a stated ε that is smaller than the ε that the check computed from measurements."""
     if measured_epsilon is not None and not measured_epsilon.agrees:
-        findings.add("epsilon", stated=measured_epsilon.stated, text=measured_epsilon.text)
+        findings.add(Case.EPSILON, stated=measured_epsilon.stated, text=measured_epsilon.text)

@@ -6,7 +6,7 @@ from scipy.stats import binom
 
 from flower_ext.privacy import PrivacyUnit
 from flower_ext_check import recognise
-from flower_ext_check.findings import Findings
+from flower_ext_check.findings import Case, Findings
 from flower_ext_check.measured import ERROR_PROBABILITY
 from flower_ext_check.probes import Probes
 from flower_ext_check.recognise import APP, AppTraits
@@ -21,15 +21,15 @@ def add_unknown_parts(traits: AppTraits, findings: Findings) -> None:
     """Find parts that this check does not know, so that it cannot prove anything about them."""
     for part in traits.strategies:
         if part.origin == APP:
-            findings.add("unknown-strategy", name=part.name)
+            findings.add(Case.UNKNOWN_STRATEGY, name=part.name)
     if traits.foreign:
-        findings.add("foreign-parts", names=", ".join(traits.foreign))
+        findings.add(Case.FOREIGN_PARTS, names=", ".join(traits.foreign))
     if not traits.strategies:
-        findings.add("unknown-loop")
+        findings.add(Case.UNKNOWN_LOOP)
     if traits.noise is None and not traits.guarantees:
-        findings.add("no-mechanism")
+        findings.add(Case.NO_MECHANISM)
     if any(map(traits.has, recognise.SECURE_SUM_MODS)):
-        findings.add("secure-sum")
+        findings.add(Case.SECURE_SUM)
 
 
 def add_wrong_parts(traits: AppTraits, findings: Findings) -> None:
@@ -37,37 +37,37 @@ def add_wrong_parts(traits: AppTraits, findings: Findings) -> None:
     noise, local = traits.noise, traits.local
     for strategy, mod in _MODS_OF_STRATEGIES.items():
         if traits.has(strategy) and not traits.has(mod):
-            findings.add("mod-missing", mod=mod)
+            findings.add(Case.MOD_MISSING, mod=mod)
     if traits.has(recognise.SERVER_ADAPTIVE) or traits.has(recognise.CLIENT_ADAPTIVE):
-        findings.add("adaptive-clipping")
+        findings.add(Case.ADAPTIVE_CLIPPING)
     if noise is not None and not (noise.release_stddev or any(noise.upload_stddev.values())):
-        findings.add("no-noise")
+        findings.add(Case.NO_NOISE)
     if traits.strategies and not traits.is_ours and noise is not None and noise.cohort:
         # Flower's private strategies wrap another. They bound a client's effect only on a mean.
         last = traits.strategies[-1]
         if last.origin == "flwr" and last.name not in recognise.AVERAGES:
-            findings.add("not-a-mean", name=last.name)
+            findings.add(Case.NOT_A_MEAN, name=last.name)
     if local and local["sensitivity"] < local["clipping_norm"]:
         sensitivity, norm = local["sensitivity"], local["clipping_norm"]
-        findings.add("sensitivity", sensitivity=sensitivity, clipping_norm=norm)
+        findings.add(Case.SENSITIVITY, sensitivity=sensitivity, clipping_norm=norm)
     names = [part.name if part.origin != APP else "" for part in traits.mods]
     places = [names.index(name) for name in recognise.PROTECTING_MODS if name in names]
     first = min(places, default=len(names) if traits.has_task else 0)
     protection = [*names, "the client side of flower_ext"][first]
     for part in traits.mods[:first]:
         if part.origin != "flwr" or part.name not in recognise.SILENT_MODS:
-            findings.add("mod-order", name=part.name, protection=protection)
+            findings.add(Case.MOD_ORDER, name=part.name, protection=protection)
     if traits.engines_per_client > 1:
-        findings.add("engine-restarts", times=traits.engines_per_client)
+        findings.add(Case.ENGINE_RESTARTS, times=traits.engines_per_client)
 
 
 def add_uncounted_messages(probes: Probes, findings: Findings) -> None:
     """Find messages and runs that the guarantee does not count."""
     real, traits, stated = probes.real, probes.traits, probes.traits.stated
     if traits.strategies and real.outside_strategy:
-        findings.add("beside-the-strategy", kinds=", ".join(sorted(real.outside_strategy)))
+        findings.add(Case.BESIDE_THE_STRATEGY, kinds=", ".join(sorted(real.outside_strategy)))
     if real.starts > 1:
-        findings.add("several-runs", starts=real.starts)
+        findings.add(Case.SEVERAL_RUNS, starts=real.starts)
     # If the plan draws users or records, no message shows which of them were drawn.
     if traits.mechanism.declared and stated is not None and stated.unit is PrivacyUnit.CLIENT:
         sampling, rounds = traits.mechanism.declared.release.sampling, real.rounds
@@ -75,4 +75,4 @@ def add_uncounted_messages(probes: Probes, findings: Findings) -> None:
         draws = rounds * sampling.population
         if binom.sf(requests - 1, draws, sampling.sampling_rate) < ERROR_PROBABILITY:
             described = sampling.describe()
-            findings.add("sampling", requests=requests, rounds=rounds, sampling=described)
+            findings.add(Case.SAMPLING, requests=requests, rounds=rounds, sampling=described)
