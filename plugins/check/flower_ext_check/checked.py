@@ -78,8 +78,8 @@ def _run_and_judge(request: CheckRequest, *, tell: Callable[[str], object]) -> V
             f"the app's first run crashed, or did not end in {request.seconds:g} s; if it needs "
             "longer, set --timeout"
         )
-    if real.ended or not real.answers(TRAIN):
-        reason = real.ended or (real.client_errors or ["no client sent a training reply"])[0]
+    if real.error or not real.successful_replies(TRAIN):
+        reason = real.error or (real.client_errors or ["no client sent a training reply"])[0]
         raise NotChecked(f"the app failed: {reason}{_advice(reason)}")
     probes.run_all()
     return judge(probes)

@@ -23,8 +23,8 @@ _ENDINGS = {
 
 def add_effects_of_one_client(probes: Probes, findings: Findings) -> None:
     """Find what one client's NaN, zero update or failure does to other clients and to the run."""
-    usual, nan, traits = probes.runs.get(RunName.AGAIN), probes.seen(RunName.NAN), probes.traits
-    if usual is None or usual.ended:
+    usual, nan, traits = probes.runs.get(RunName.HELD), probes.seen(RunName.NAN), probes.traits
+    if usual is None or usual.error:
         return
     if not traits.has_task and (traits.has(recognise.OUR_MOD) or traits.local):
         for reply in nan.replies:
@@ -33,12 +33,12 @@ def add_effects_of_one_client(probes: Probes, findings: Findings) -> None:
     if any(not release.finite for release in nan.releases):
         findings.add(Case.NAN_MODEL)
     for name, case in _ENDINGS.items():
-        if ending := _ending(name, probes, usual.unreleased):
+        if ending := _ending(name, probes, usual.rounds_without_model):
             findings.add(case, ending=ending)
     if not traits.has_task and _fails(RunName.RAISE, probes):
         findings.add(Case.FAILURES_SEEN)
     uploads, uploads_as_usual = nan.uploads(1), usual.uploads(1)
-    others = uploads.keys() & uploads_as_usual.keys() - {nan.target(1)}
+    others = uploads.keys() & uploads_as_usual.keys() - {nan.changed_client(1)}
     if not (traits.secure_noise or traits.has_task) and any(
         not np.array_equal(uploads[c].sample, uploads_as_usual[c].sample) for c in others
     ):
@@ -53,13 +53,13 @@ def _ending(name: RunName, probes: Probes, unreleased: int) -> str:
     run, traits = probes.runs.get(name), probes.traits
     if run is None:
         return "" if name is RunName.ZERO or traits.has_task else "hangs the run"
-    if run.ended:
-        if traits.has_task and all(len(cohort) == 1 for cohort in run.trainings.values()):
+    if run.error:
+        if traits.has_task and all(len(cohort) == 1 for cohort in run.cohorts.values()):
             return ""  # each round asked the changed client alone, so no reply was usable
-        return f"ends the run ({run.ended})"
+        return f"ends the run ({run.error})"
     if name is RunName.RAISE and traits.has_task and traits.holds:
         return ""  # this client replies even if training fails; only the network can lose a reply
-    if run.unreleased > unreleased:
+    if run.rounds_without_model > unreleased:
         return "keeps the model of a round from being released"
     is_seen = name is RunName.ZERO and _fails(name, probes)
     return "makes a mod fail, which the server sees" if is_seen else ""
@@ -72,7 +72,11 @@ def _fails(name: RunName, probes: Probes) -> bool:
 
 def add_unprotected_values(probes: Probes, findings: Findings) -> None:
     """Find what clients send besides the update, such as metrics and integer arrays."""
-    traits, noise, replies = probes.traits, probes.traits.noise, probes.real.answers(TRAIN)
+    traits, noise, replies = (
+        probes.traits,
+        probes.traits.noise,
+        probes.real.successful_replies(TRAIN),
+    )
     if traits.has_task:
         return
     allowed = {traits.weighted_by} if traits.weighted_by and not traits.is_ours else set()
@@ -102,7 +106,9 @@ def add_unprotected_values(probes: Probes, findings: Findings) -> None:
 
 def _metrics(probes: Probes, kind: str, allowed: Collection[str] = ()) -> str:
     """Return a list of the metrics in replies of one kind that are not allowed."""
-    names = {name for reply in probes.real.answers(kind) for name in reply.metrics} - set(allowed)
+    names = {
+        name for reply in probes.real.successful_replies(kind) for name in reply.metrics
+    } - set(allowed)
     shown = list(dict.fromkeys(map(probes.app.shown, sorted(names))))
     more = f" and {len(shown) - _MOST_SHOWN} more" if len(shown) > _MOST_SHOWN else ""
     return ", ".join(shown[:_MOST_SHOWN]) + more

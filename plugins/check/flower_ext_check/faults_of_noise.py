@@ -22,7 +22,7 @@ from flower_ext_check.measured import (
 )
 from flower_ext_check.mechanisms import Noise
 from flower_ext_check.probes import Probes, RunName
-from flower_ext_check.vectors import HELD
+from flower_ext_check.vectors import HELD_NORM
 
 _DEVIATIONS = 6.5
 """A Gaussian exceeds this many standard deviations with a probability below 1e-10."""
@@ -30,17 +30,17 @@ _DEVIATIONS = 6.5
 
 def add_wrong_noise(probes: Probes, findings: Findings) -> None:
     """Compare the measured noise with the noise that the app's parameters promise."""
-    again = probes.runs.get(RunName.AGAIN)
-    if again is None or probes.traits.noise is None:
+    held = probes.runs.get(RunName.HELD)
+    if held is None or probes.traits.noise is None:
         return
     for number in probes.comparable:
-        norm = max((upload.norm for upload in again.uploads(number).values()), default=0.0)
+        norm = max((upload.norm for upload in held.uploads(number).values()), default=0.0)
         differences = scaled_upload_difference(probes, number)
         if not _add_too_little_noise(differences, norm, f"uploads of round {number}", findings):
             what = f"a changed client's upload in round {number}"
             differences = _scaled_changed_upload_difference(probes, number)
             _add_too_little_noise(differences, np.inf, what, findings)
-        step = again.step(number)
+        step = held.step(number)
         norm = 0.0 if step is None else step.norm
         differences = scaled_release_difference(probes, number)
         _add_too_little_noise(differences, norm, f"the model of round {number}", findings)
@@ -55,9 +55,9 @@ def _scaled_changed_upload_difference(probes: Probes, number: int) -> np.ndarray
     noise = probes.traits.noise
     assert noise is not None
     one, other = (
-        probes.seen(name).target_upload(number) for name in (RunName.HUGE, RunName.HUGE_OTHER)
+        probes.seen(name).changed_upload(number) for name in (RunName.HUGE, RunName.HUGE_OTHER_SEED)
     )
-    stddev = noise.of_upload(len(probes.seen(RunName.AGAIN).cohort(number)))
+    stddev = noise.of_upload(len(probes.seen(RunName.HELD).cohort(number)))
     if not stddev or one is None or other is None or not (one.finite and other.finite):
         return np.empty(0)
     # The first of the two runs is quiet: this package then adds no noise, but Flower does.
@@ -76,7 +76,7 @@ def _add_too_little_noise(
     if not differences.size:
         return False
     measured = spread(differences)
-    if measured.value < 1e-3 and 2 * HELD < norm < np.inf:
+    if measured.value < 1e-3 and 2 * HELD_NORM < norm < np.inf:
         findings.add(Case.SEEDED_NOISE, what=what)
     elif measured.value < 1e-3:
         findings.add(Case.NOISE_MISSING, what=what)
@@ -97,7 +97,7 @@ def add_exceeded_bounds(probes: Probes, findings: Findings) -> None:
         for movement in _movements(probes, probes.traits.noise, run, number):
             # Neither noise nor rounding may count as a movement.
             noise = 0.0 if is_exact else _DEVIATIONS * movement.noise_stddev * 2**0.5
-            limit = movement.bound * 1.01 + 2 * HELD + noise
+            limit = movement.bound * 1.01 + 2 * HELD_NORM + noise
             if movement.what in exceeded or not movement.distance > limit:
                 continue
             exceeded.add(movement.what)
@@ -129,7 +129,7 @@ def _movements(probes: Probes, noise: Noise, run: RunName, number: int) -> Itera
     traits, quiet = probes.traits, probes.seen(RunName.QUIET)
     clients_clip = traits.has(recognise.CLIENT_SIDE) or traits.has(recognise.CLIENT_ADAPTIVE)
     if clients_clip or traits.local or any(noise.upload_stddev.values()):
-        upload = probes.seen(run).target_upload(number)
+        upload = probes.seen(run).changed_upload(number)
         usual = [each.along for each in quiet.uploads(number).values()]
         if upload is not None and upload.finite and usual:
             yield _Movement(

@@ -66,12 +66,12 @@ def add_uncounted_messages(probes: Probes, findings: Findings) -> None:
     real, traits, stated = probes.real, probes.traits, probes.traits.stated
     if traits.strategies and real.outside_strategy:
         findings.add(Case.BESIDE_THE_STRATEGY, kinds=", ".join(sorted(real.outside_strategy)))
-    if real.starts > 1:
-        findings.add(Case.SEVERAL_RUNS, starts=real.starts)
+    if real.strategy_starts > 1:
+        findings.add(Case.SEVERAL_RUNS, starts=real.strategy_starts)
     # If the plan draws users or records, no message shows which of them were drawn.
     if traits.mechanism.declared and stated is not None and stated.unit is PrivacyUnit.CLIENT:
         sampling, rounds = traits.mechanism.declared.release.sampling, real.rounds
-        requests = sum(map(len, real.trainings.values()))
+        requests = sum(map(len, real.cohorts.values()))
         draws = rounds * sampling.population
         if binom.sf(requests - 1, draws, sampling.sampling_rate) < ERROR_PROBABILITY:
             described = sampling.describe()

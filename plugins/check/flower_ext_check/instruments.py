@@ -72,7 +72,7 @@ class Instruments:
 
     def _inner(self, message: Message, context: Context, call_next: Any) -> Message:
         assert self.watch is not None
-        return self.watch.inner(message, context, call_next)
+        return self.watch.reply_inside_mods(message, context, call_next)
 
     def limit_rounds(self, rounds: int) -> None:
         """Make every strategy stop after ``rounds`` rounds, and record how many the app planned."""
@@ -100,8 +100,8 @@ class Instruments:
         named["num_rounds"] = min(planned, rounds)
         chain = chain_of(strategy)
         halves = any(type(part) is Upcycled for part in chain)  # even rounds train nobody
-        watch.observed.planned += math.ceil(planned / 2) if halves else planned
-        watch.observed.starts += 1
+        watch.observed.planned_rounds += math.ceil(planned / 2) if halves else planned
+        watch.observed.strategy_starts += 1
         for part in chain:
             if watch.held is not None and isinstance(part, FederatedStrategy):
                 # Skip evaluation: the check compares no scores of held runs.
@@ -112,7 +112,7 @@ class Instruments:
         result = start(*call.args, **call.kwargs)
         watch.in_strategy = False
         if arrays := getattr(result, "arrays", None):
-            watch.release(array.numpy() for array in arrays.values())
+            watch.note_model(array.numpy() for array in arrays.values())
         return result
 
     def count_engines(self) -> None:

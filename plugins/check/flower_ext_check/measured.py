@@ -17,7 +17,7 @@ from flower_ext.privacy.guarantee import epsilon_text
 from flower_ext_check.observed import Observed
 from flower_ext_check.probes import Probes, RunName
 from flower_ext_check.second_accountant import second_epsilon
-from flower_ext_check.vectors import HELD
+from flower_ext_check.vectors import HELD_NORM
 
 ERROR_PROBABILITY = 1e-6
 """Largest probability with which any statistical decision of a check is wrong."""
@@ -79,7 +79,7 @@ def measure_epsilon(probes: Probes) -> MeasuredEpsilon | None:
     if noise.bounds_models:  # the adversary sees each upload
         stddev, sampling = declared.stddev, "each upload alone"
     else:
-        size = len(probes.seen(RunName.AGAIN).cohort(1))
+        size = len(probes.seen(RunName.HELD).cohort(1))
         stddev = noise.of_upload(size) * size**0.5 or noise.release_stddev * noise.cohort
         sampling = declared.release.sampling.describe()
     # A sensitivity that the runs show to be larger than declared takes the declared one's place.
@@ -111,8 +111,8 @@ def unmeasured_reason(probes: Probes) -> str:
     if reason := probes.traits.mechanism.unmeasured:
         return reason
     if any(
-        (run := probes.runs.get(name)) is None or run.ended
-        for name in (RunName.AGAIN, RunName.OTHER)
+        (run := probes.runs.get(name)) is None or run.error
+        for name in (RunName.HELD, RunName.OTHER_SEED)
     ):
         return "a run with other random numbers did not end in time, or failed"
     return "no upload and no released mean shows the noise in the first round"
@@ -131,7 +131,7 @@ def scaled_upload_difference(probes: Probes, number: int) -> np.ndarray:
     noise, holds = probes.traits.noise, probes.traits.holds
     runs = [
         probes.seen(name)
-        for name in ((RunName.AGAIN, RunName.OTHER) if holds else (RunName.REAL, RunName.AGAIN))
+        for name in ((RunName.HELD, RunName.OTHER_SEED) if holds else (RunName.REAL, RunName.HELD))
     ]
     left, right = (run.uploads(number) for run in runs)
     if holds and not left.keys() & right.keys():
@@ -153,7 +153,7 @@ def scaled_release_difference(probes: Probes, number: int) -> np.ndarray:
     releases cannot be compared.
     """
     noise = probes.traits.noise
-    one, other = (probes.seen(name).step(number) for name in (RunName.AGAIN, RunName.OTHER))
+    one, other = (probes.seen(name).step(number) for name in (RunName.HELD, RunName.OTHER_SEED))
     if noise is None or not noise.release_stddev or not probes.traits.holds:
         return _NO_NUMBERS
     if one is None or other is None:
@@ -176,10 +176,10 @@ def _measured_share_of_bound(probes: Probes) -> float:
         return 0.0
     if mechanism.of_units:
         return _unit_movement(huge, quiet, noise.cohort) / noise.clipping_norm
-    if any(noise.upload_stddev.values()) and (upload := huge.target_upload(1)):
+    if any(noise.upload_stddev.values()) and (upload := huge.changed_upload(1)):
         return upload.norm / noise.clipping_norm
     moved = probes.movement(RunName.HUGE, 1)
-    return 0.0 if moved is None else (abs(moved) * noise.cohort + HELD) / noise.clipping_norm
+    return 0.0 if moved is None else (abs(moved) * noise.cohort + HELD_NORM) / noise.clipping_norm
 
 
 def _upload_change(huge: Observed, quiet: Observed) -> float:
@@ -188,7 +188,7 @@ def _upload_change(huge: Observed, quiet: Observed) -> float:
     Return 0 if the uploads of another client differ as well, because the runs then differ in more
     than the change.
     """
-    left, right, target = huge.uploads(1), quiet.uploads(1), huge.target(1)
+    left, right, target = huge.uploads(1), quiet.uploads(1), huge.changed_client(1)
     if left.keys() != right.keys() or target not in left:
         return 0.0
     distances = {client: left[client].minus(right[client]) for client in left}

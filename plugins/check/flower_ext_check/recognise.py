@@ -141,7 +141,7 @@ def traits_of(instruments: Instruments, client: ClientApp, observed: Observed) -
     """Return what the app's live objects show after a run."""
     chain: list[Any] = instruments.strategies
     mods = instruments.mods.get(TRAIN, [])
-    planned = max(observed.planned, observed.rounds)
+    planned = max(observed.planned_rounds, observed.rounds)
     federated = next((s for s in chain if type(s) is FederatedStrategy), None)
     local = next((mod for mod in mods if type(mod) is LocalDpMod), None)
     noise, release = _flower_noise(instruments.begun, local)

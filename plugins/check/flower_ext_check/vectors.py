@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 
-HELD = 1e-3
+HELD_NORM = 1e-3
 """L2 norm of the public update that clients send in a held run."""
 SAMPLE = 100_000
 """Largest number of coordinates that a vector keeps."""
@@ -47,8 +47,8 @@ def direction(size: int) -> np.ndarray:
 
 @cache
 def held_step(size: int) -> np.ndarray:
-    """Return the public update of norm `HELD` that every client makes in a held run."""
-    return _signs(size, 8, norm=HELD)
+    """Return the public update of norm `HELD_NORM` that every client makes in a held run."""
+    return _signs(size, 8, norm=HELD_NORM)
 
 
 def _signs(size: int, seed: int, *, norm: float) -> np.ndarray:
