@@ -26,7 +26,7 @@ def add_effects_of_one_client(probes: Probes, findings: Findings) -> None:
     usual, nan, traits = probes.runs.get(RunName.HELD), probes.seen(RunName.NAN), probes.traits
     if usual is None or usual.error:
         return
-    if not traits.has_task and (traits.has(recognise.OUR_MOD) or traits.local):
+    if not traits.has_task and (traits.has(recognise.OUR_MOD) or traits.local_mod):
         for reply in nan.replies:
             if reply.kind == TRAIN and reply.upload and not reply.upload.finite:
                 findings.add(Case.NAN_UPLOAD, round=reply.round)
@@ -57,7 +57,7 @@ def _ending(name: RunName, probes: Probes, unreleased: int) -> str:
         if traits.has_task and all(len(cohort) == 1 for cohort in run.cohorts.values()):
             return ""  # each round asked the changed client alone, so no reply was usable
         return f"ends the run ({run.error})"
-    if name is RunName.RAISE and traits.has_task and traits.holds:
+    if name is RunName.RAISE and traits.has_task and traits.protects_public_update:
         return ""  # this client replies even if training fails; only the network can lose a reply
     if run.rounds_without_model > unreleased:
         return "keeps the model of a round from being released"
@@ -79,7 +79,7 @@ def add_unprotected_values(probes: Probes, findings: Findings) -> None:
     )
     if traits.has_task:
         return
-    allowed = {traits.weighted_by} if traits.weighted_by and not traits.is_ours else set()
+    allowed = {traits.weight_key} if traits.weight_key and not traits.is_ours else set()
     if traits.has(recognise.CLIENT_ADAPTIVE):
         allowed.add("norm_bit")
     if names := _metrics(probes, TRAIN, allowed):
@@ -96,8 +96,8 @@ def add_unprotected_values(probes: Probes, findings: Findings) -> None:
     layouts = {(reply.records, tuple(reply.metrics)) for reply in replies}
     if traits.strategies and len(layouts) > 1:
         findings.add(Case.NAMES)
-    weights = {reply.metrics.get(traits.weighted_by) for reply in replies}
-    if noise and noise.cohort and not traits.is_ours and len(weights) > 1:
+    weights = {reply.metrics.get(traits.weight_key) for reply in replies}
+    if noise and noise.divisor and not traits.is_ours and len(weights) > 1:
         findings.add(Case.WEIGHTS_DIFFERENT)
     if names := _metrics(probes, "evaluate"):
         refutes = not traits.has(FederatedStrategy.__name__)

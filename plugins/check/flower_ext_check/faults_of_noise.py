@@ -89,7 +89,7 @@ def _add_too_little_noise(
 
 def add_exceeded_bounds(probes: Probes, findings: Findings) -> None:
     """Find where one client moves its upload or the model farther than clipping permits."""
-    if probes.traits.noise is None or not probes.traits.holds:
+    if probes.traits.noise is None or not probes.traits.protects_public_update:
         return
     is_exact, exceeded = probes.is_exact, set[str]()
     # A heavy update is huge, too. Its weight is at fault only where a huge update is clipped.
@@ -128,7 +128,7 @@ def _movements(probes: Probes, noise: Noise, run: RunName, number: int) -> Itera
     """Yield the movements of the changed client's upload and of the model, if they are measured."""
     traits, quiet = probes.traits, probes.seen(RunName.QUIET)
     clients_clip = traits.has(recognise.CLIENT_SIDE) or traits.has(recognise.CLIENT_ADAPTIVE)
-    if clients_clip or traits.local or any(noise.upload_stddev.values()):
+    if clients_clip or traits.local_mod or any(noise.upload_stddev.values()):
         upload = probes.seen(run).changed_upload(number)
         usual = [each.along for each in quiet.uploads(number).values()]
         if upload is not None and upload.finite and usual:
@@ -140,12 +140,12 @@ def _movements(probes: Probes, noise: Noise, run: RunName, number: int) -> Itera
                 noise_stddev=noise.of_upload(len(quiet.cohort(number))),
             )
     moved = probes.movement(run, number)
-    if noise.cohort and moved is not None:
+    if noise.divisor and moved is not None:
         yield _Movement(
             what="the model",
             case=Case.MOVEMENT,
             distance=abs(moved),
-            bound=noise.clipping_norm / noise.cohort,
+            bound=noise.clipping_norm / noise.divisor,
             noise_stddev=noise.release_stddev,
         )
 

@@ -22,8 +22,8 @@ def add_unknown_parts(traits: AppTraits, findings: Findings) -> None:
     for part in traits.strategies:
         if part.origin == APP:
             findings.add(Case.UNKNOWN_STRATEGY, name=part.name)
-    if traits.foreign:
-        findings.add(Case.FOREIGN_PARTS, names=", ".join(traits.foreign))
+    if traits.replaced_parts:
+        findings.add(Case.FOREIGN_PARTS, names=", ".join(traits.replaced_parts))
     if not traits.strategies:
         findings.add(Case.UNKNOWN_LOOP)
     if traits.noise is None and not traits.guarantees:
@@ -34,7 +34,7 @@ def add_unknown_parts(traits: AppTraits, findings: Findings) -> None:
 
 def add_wrong_parts(traits: AppTraits, findings: Findings) -> None:
     """Find strategies and mods whose parameters or order break the promised privacy."""
-    noise, local = traits.noise, traits.local
+    noise, local = traits.noise, traits.local_mod
     for strategy, mod in _MODS_OF_STRATEGIES.items():
         if traits.has(strategy) and not traits.has(mod):
             findings.add(Case.MOD_MISSING, mod=mod)
@@ -42,7 +42,7 @@ def add_wrong_parts(traits: AppTraits, findings: Findings) -> None:
         findings.add(Case.ADAPTIVE_CLIPPING)
     if noise is not None and not (noise.release_stddev or any(noise.upload_stddev.values())):
         findings.add(Case.NO_NOISE)
-    if traits.strategies and not traits.is_ours and noise is not None and noise.cohort:
+    if traits.strategies and not traits.is_ours and noise is not None and noise.divisor:
         # Flower's private strategies wrap another. They bound a client's effect only on a mean.
         last = traits.strategies[-1]
         if last.origin == "flwr" and last.name not in recognise.AVERAGES:
@@ -63,7 +63,7 @@ def add_wrong_parts(traits: AppTraits, findings: Findings) -> None:
 
 def add_uncounted_messages(probes: Probes, findings: Findings) -> None:
     """Find messages and runs that the guarantee does not count."""
-    real, traits, stated = probes.real, probes.traits, probes.traits.stated
+    real, traits, stated = probes.real, probes.traits, probes.traits.stated_guarantee
     if traits.strategies and real.outside_strategy:
         findings.add(Case.BESIDE_THE_STRATEGY, kinds=", ".join(sorted(real.outside_strategy)))
     if real.strategy_starts > 1:

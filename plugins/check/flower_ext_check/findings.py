@@ -121,7 +121,7 @@ class Findings:
     def _place(self, case: Case) -> str:
         if client_calls := TEXTS[case].client_calls:
             return self.app.call_of("clientapp", *client_calls)
-        if self.traits.local:
+        if self.traits.local_mod:
             return self.app.call_of("clientapp", LOCAL_MOD)
         classes = [part.name for part in self.traits.strategies]
         loops = ("send_and_receive", "push_messages") if case is Case.BESIDE_THE_STRATEGY else ()

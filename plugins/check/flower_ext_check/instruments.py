@@ -32,7 +32,7 @@ class Instruments:
     """Mods of each category of messages, the outermost first."""
     strategies: list[Strategy] = field(default_factory=list)
     """The strategy that runs the rounds, and the strategies that it wraps."""
-    begun: list[Strategy] = field(default_factory=list)
+    initial_strategies: list[Strategy] = field(default_factory=list)
     """Copies of ``strategies``, made before the first round."""
     engines: Counter[int] = field(default_factory=Counter)
     """Number of privacy engines of Opacus that each client made."""
@@ -107,7 +107,7 @@ class Instruments:
                 # Skip evaluation: the check compares no scores of held runs.
                 part.run.options = replace(part.run.options, evaluate_every=0)
         self.strategies.extend(chain)
-        self.begun.extend(copy(part) for part in chain)
+        self.initial_strategies.extend(copy(part) for part in chain)
         watch.in_strategy = True
         result = start(*call.args, **call.kwargs)
         watch.in_strategy = False

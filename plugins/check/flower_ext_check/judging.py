@@ -40,7 +40,7 @@ def judge(probes: Probes) -> Verdict:
     refuting = next((finding for finding in findings if finding.refutes), None)
     stated = [
         *traits.claims,
-        *claims_of_settings(request.config, traits.planned),
+        *claims_of_settings(request.config, traits.planned_rounds),
         *claims_of_output(real),
     ]
     claims = [
@@ -64,7 +64,7 @@ def judge(probes: Probes) -> Verdict:
         mods=[f"{part.name} ({part.origin})" for part in traits.mods],
         protection=promised(traits.noise),
         rounds=real.rounds,
-        planned_rounds=traits.planned,
+        planned_rounds=traits.planned_rounds,
         clients=request.clients,
         provable=list(_provable(traits, refuting, delta)),
         measured=measured_epsilon,
@@ -132,7 +132,9 @@ def _proved_by_noise(
 
     The mechanism bounds what one client contributes, but not what a user of several clients does.
     """
-    if unit is not PrivacyUnit.USER and (epsilon := traits.flower_epsilon(traits.planned, delta)):
+    if unit is not PrivacyUnit.USER and (
+        epsilon := traits.flower_epsilon(traits.planned_rounds, delta)
+    ):
         yield ProvableEpsilon(
             unit=unit.value,
             epsilon=epsilon,
@@ -144,7 +146,7 @@ def _proved_by_noise(
 
 def _conditional(traits: AppTraits, delta: float) -> ConditionalEpsilon | None:
     one_release, all_rounds = (
-        traits.flower_epsilon(rounds, delta) for rounds in (1, traits.planned)
+        traits.flower_epsilon(rounds, delta) for rounds in (1, traits.planned_rounds)
     )
     if one_release is None or all_rounds is None:
         return None
@@ -157,7 +159,9 @@ def _follows(claim: Claim, traits: AppTraits) -> bool:
     if traits.flower_release is not None:
         epsilon = traits.flower_epsilon(claim.rounds, claim.delta or DELTA)
         return epsilon is not None and epsilon <= limit
-    guarantees = traits.guarantees if claim.rounds >= traits.planned else traits.guarantees_now
+    guarantees = (
+        traits.guarantees if claim.rounds >= traits.planned_rounds else traits.guarantees_so_far
+    )
     return any(
         guarantee.basis == "provable"
         and guarantee.conditions_hold

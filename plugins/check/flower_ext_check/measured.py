@@ -68,7 +68,7 @@ class MeasuredEpsilon:
 def measure_epsilon(probes: Probes) -> MeasuredEpsilon | None:
     """Return ε as computed from the measurements; None if they do not determine ε."""
     traits = probes.traits
-    declared, noise, stated = traits.mechanism.declared, traits.noise, traits.stated
+    declared, noise, stated = traits.mechanism.declared, traits.noise, traits.stated_guarantee
     if declared is None or noise is None or stated is None:
         return None
     differences = _pooled(scaled_upload_difference, probes)
@@ -80,7 +80,7 @@ def measure_epsilon(probes: Probes) -> MeasuredEpsilon | None:
         stddev, sampling = declared.stddev, "each upload alone"
     else:
         size = len(probes.seen(RunName.HELD).cohort(1))
-        stddev = noise.of_upload(size) * size**0.5 or noise.release_stddev * noise.cohort
+        stddev = noise.of_upload(size) * size**0.5 or noise.release_stddev * noise.divisor
         sampling = declared.release.sampling.describe()
     # A sensitivity that the runs show to be larger than declared takes the declared one's place.
     sensitivity = declared.sensitivity * max(1.0, _measured_share_of_bound(probes))
@@ -99,14 +99,15 @@ def measure_epsilon(probes: Probes) -> MeasuredEpsilon | None:
         stated=stated.epsilon,
         text=f"noise of {multiplier:.4g} times what one {stated.unit.value} moves "
         f"({least:.4g} to {most:.4g}; that is {sensitivity:.4g}), "
-        f"{sampling}, {traits.planned} rounds{f' and {queries} queries' if queries else ''}: "
+        f"{sampling}, {traits.planned_rounds} rounds"
+        f"{f' and {queries} queries' if queries else ''}: "
         f"ε = {epsilon_text(epsilon)} ({low:.3g} to {high:.3g}) at δ = {stated.delta:.3g}",
     )
 
 
 def unmeasured_reason(probes: Probes) -> str:
     """Return the reason why `measure_epsilon` returned None; "" if the app states no guarantee."""
-    if probes.traits.stated is None:
+    if probes.traits.stated_guarantee is None:
         return ""
     if reason := probes.traits.mechanism.unmeasured:
         return reason
@@ -128,13 +129,11 @@ def scaled_upload_difference(probes: Probes, number: int) -> np.ndarray:
     Each difference is divided by its promised standard deviation, which follows from the app's
     parameters. The array is empty if the uploads carry no noise, or if no two can be compared.
     """
-    noise, holds = probes.traits.noise, probes.traits.holds
-    runs = [
-        probes.seen(name)
-        for name in ((RunName.HELD, RunName.OTHER_SEED) if holds else (RunName.REAL, RunName.HELD))
-    ]
+    noise, is_held = probes.traits.noise, probes.traits.protects_public_update
+    names = (RunName.HELD, RunName.OTHER_SEED) if is_held else (RunName.REAL, RunName.HELD)
+    runs = [probes.seen(name) for name in names]
     left, right = (run.uploads(number) for run in runs)
-    if holds and not left.keys() & right.keys():
+    if is_held and not left.keys() & right.keys():
         # Without a common client, compare different ones: all send the same public update.
         right = dict(zip(left, right.values(), strict=False))
     pairs = [(left[client], right[client]) for client in left.keys() & right.keys()]
@@ -154,7 +153,7 @@ def scaled_release_difference(probes: Probes, number: int) -> np.ndarray:
     """
     noise = probes.traits.noise
     one, other = (probes.seen(name).step(number) for name in (RunName.HELD, RunName.OTHER_SEED))
-    if noise is None or not noise.release_stddev or not probes.traits.holds:
+    if noise is None or not noise.release_stddev or not probes.traits.protects_public_update:
         return _NO_NUMBERS
     if one is None or other is None:
         return _NO_NUMBERS
@@ -175,11 +174,11 @@ def _measured_share_of_bound(probes: Probes) -> float:
     if noise.bounds_models or not probes.is_exact:
         return 0.0
     if mechanism.of_units:
-        return _unit_movement(huge, quiet, noise.cohort) / noise.clipping_norm
+        return _unit_movement(huge, quiet, noise.divisor) / noise.clipping_norm
     if any(noise.upload_stddev.values()) and (upload := huge.changed_upload(1)):
         return upload.norm / noise.clipping_norm
     moved = probes.movement(RunName.HUGE, 1)
-    return 0.0 if moved is None else (abs(moved) * noise.cohort + HELD_NORM) / noise.clipping_norm
+    return 0.0 if moved is None else (abs(moved) * noise.divisor + HELD_NORM) / noise.clipping_norm
 
 
 def _upload_change(huge: Observed, quiet: Observed) -> float:

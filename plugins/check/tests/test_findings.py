@@ -58,7 +58,9 @@ def test_a_code_occurs_once_and_those_that_refute_come_first(tmp_path):
     (tmp_path / "pyproject.toml").write_text(
         "[tool.flwr.app.components]\nserverapp = 's:app'\nclientapp = 'client_app:app'\n"
     )
-    findings = Findings(app=AppFolder(tmp_path), traits=SimpleNamespace(local={}, strategies=[]))
+    findings = Findings(
+        app=AppFolder(tmp_path), traits=SimpleNamespace(local_mod={}, strategies=[])
+    )
     findings.add(Case.FAILURES_SEEN)
     findings.add(Case.NAN_UPLOAD, round=2)
     findings.add(Case.NAN_ENDING, ending="ends the run")
