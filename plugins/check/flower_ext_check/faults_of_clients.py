@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -10,7 +10,9 @@ from flower_ext.federation import FederatedStrategy
 from flower_ext_check import recognise
 from flower_ext_check.findings import Case, Findings
 from flower_ext_check.held_run import TRAIN
+from flower_ext_check.observed import Observed, Reply
 from flower_ext_check.probes import Probes, RunName
+from flower_ext_check.recognise import AppTraits
 
 _MOST_SHOWN = 6
 _ENDINGS = {
@@ -23,32 +25,34 @@ _ENDINGS = {
 
 def add_effects_of_one_client(probes: Probes, findings: Findings) -> None:
     """Find what one client's NaN, zero update or failure does to other clients and to the run."""
-    usual, nan, traits = probes.runs.get(RunName.HELD), probes.seen(RunName.NAN), probes.traits
-    if usual is None or usual.error:
+    unchanged = probes.runs.get(RunName.HELD)
+    if unchanged is None or unchanged.error:
         return
-    if not traits.has_task and (traits.has(recognise.OUR_MOD) or traits.local_mod):
+    _add_spread_of_nan(probes, findings)
+    for name, case in _ENDINGS.items():
+        if ending := _ending(name, probes, unchanged):
+            findings.add(case, ending=ending)
+    if not probes.traits.has_task and _fails(RunName.RAISE, probes):
+        findings.add(Case.FAILURES_SEEN)
+    _add_influence(probes, unchanged, findings)
+
+
+def _add_spread_of_nan(probes: Probes, findings: Findings) -> None:
+    """Find where one client's NaN leaves the client, or reaches the model."""
+    traits, nan = probes.traits, probes.seen(RunName.NAN)
+    clients_protect = traits.has(recognise.OUR_MOD) or traits.local_mod
+    if clients_protect and not traits.has_task:
         for reply in nan.replies:
             if reply.kind == TRAIN and reply.upload and not reply.upload.finite:
                 findings.add(Case.NAN_UPLOAD, round=reply.round)
     if any(not release.finite for release in nan.releases):
         findings.add(Case.NAN_MODEL)
-    for name, case in _ENDINGS.items():
-        if ending := _ending(name, probes, usual.rounds_without_model):
-            findings.add(case, ending=ending)
-    if not traits.has_task and _fails(RunName.RAISE, probes):
-        findings.add(Case.FAILURES_SEEN)
-    uploads, uploads_as_usual = nan.uploads(1), usual.uploads(1)
-    others = uploads.keys() & uploads_as_usual.keys() - {nan.changed_client(1)}
-    if not (traits.secure_noise or traits.has_task) and any(
-        not np.array_equal(uploads[c].sample, uploads_as_usual[c].sample) for c in others
-    ):
-        findings.add(Case.INFLUENCE)
 
 
-def _ending(name: RunName, probes: Probes, unreleased: int) -> str:
+def _ending(name: RunName, probes: Probes, unchanged: Observed) -> str:
     """Say how a changed client disturbs the run ``name``; "" if it does not.
 
-    ``unreleased`` is the number of rounds that release no model if no client is changed.
+    In the run ``unchanged``, no client is changed.
     """
     run, traits = probes.runs.get(name), probes.traits
     if run is None:
@@ -59,10 +63,22 @@ def _ending(name: RunName, probes: Probes, unreleased: int) -> str:
         return f"ends the run ({run.error})"
     if name is RunName.RAISE and traits.has_task and traits.protects_public_update:
         return ""  # this client replies even if training fails; only the network can lose a reply
-    if run.rounds_without_model > unreleased:
+    if run.rounds_without_model > unchanged.rounds_without_model:
         return "keeps the model of a round from being released"
-    is_seen = name is RunName.ZERO and _fails(name, probes)
-    return "makes a mod fail, which the server sees" if is_seen else ""
+    if name is RunName.ZERO and _fails(name, probes):
+        return "makes a mod fail, which the server sees"
+    return ""
+
+
+def _add_influence(probes: Probes, unchanged: Observed, findings: Findings) -> None:
+    """Find whether one client's NaN changes what the other clients of its round send."""
+    if probes.traits.secure_noise or probes.traits.has_task:
+        return  # uploads of two runs differ anyway, by noise that no seed of the check determines
+    nan = probes.seen(RunName.NAN)
+    uploads, expected = nan.uploads(1), unchanged.uploads(1)
+    others = uploads.keys() & expected.keys() - {nan.changed_client(1)}
+    if any(not np.array_equal(uploads[c].sample, expected[c].sample) for c in others):
+        findings.add(Case.INFLUENCE)
 
 
 def _fails(name: RunName, probes: Probes) -> bool:
@@ -72,27 +88,17 @@ def _fails(name: RunName, probes: Probes) -> bool:
 
 def add_unprotected_values(probes: Probes, findings: Findings) -> None:
     """Find what clients send besides the update, such as metrics and integer arrays."""
-    traits, noise, replies = (
-        probes.traits,
-        probes.traits.noise,
-        probes.real.successful_replies(TRAIN),
-    )
+    traits, noise = probes.traits, probes.traits.noise
     if traits.has_task:
         return
+    replies = probes.real.successful_replies(TRAIN)
     allowed = {traits.weight_key} if traits.weight_key and not traits.is_ours else set()
     if traits.has(recognise.CLIENT_ADAPTIVE):
         allowed.add("norm_bit")
     if names := _metrics(probes, TRAIN, allowed):
         refutes = not traits.is_ours or traits.has(recognise.OUR_MOD)
         findings.add(Case.METRICS, names=names, refutes=refutes)
-    if traits.strategies:  # an app's own loop may send several kinds of messages
-        counts = {sum(kind == "ArrayRecord" for kind, _ in reply.records) for reply in replies}
-        if counts - {1}:
-            findings.add(Case.RECORDS, count=max(counts))
-    if noise and any(reply.integers for reply in replies):
-        findings.add(Case.INTEGERS)
-    if noise and not traits.is_ours and any(reply.scalars for reply in replies):
-        findings.add(Case.SCALARS)
+    _add_unprotected_arrays(traits, replies, findings)
     layouts = {(reply.records, tuple(reply.metrics)) for reply in replies}
     if traits.strategies and len(layouts) > 1:
         findings.add(Case.NAMES)
@@ -102,6 +108,22 @@ def add_unprotected_values(probes: Probes, findings: Findings) -> None:
     if names := _metrics(probes, "evaluate"):
         refutes = not traits.has(FederatedStrategy.__name__)
         findings.add(Case.EVALUATION, names=names, refutes=refutes)
+
+
+def _add_unprotected_arrays(
+    traits: AppTraits, replies: Sequence[Reply], findings: Findings
+) -> None:
+    """Find arrays in training replies that clipping or noise leaves out."""
+    if traits.strategies:  # an app's own loop may send several kinds of messages
+        counts = {sum(kind == "ArrayRecord" for kind, _ in reply.records) for reply in replies}
+        if counts - {1}:
+            findings.add(Case.RECORDS, count=max(counts))
+    if traits.noise is None:
+        return
+    if any(reply.integers for reply in replies):
+        findings.add(Case.INTEGERS)
+    if not traits.is_ours and any(reply.scalars for reply in replies):
+        findings.add(Case.SCALARS)
 
 
 def _metrics(probes: Probes, kind: str, allowed: Collection[str] = ()) -> str:

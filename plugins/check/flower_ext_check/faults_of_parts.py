@@ -9,7 +9,7 @@ from flower_ext_check import recognise
 from flower_ext_check.findings import Case, Findings
 from flower_ext_check.measured import ERROR_PROBABILITY
 from flower_ext_check.probes import Probes
-from flower_ext_check.recognise import APP, AppTraits
+from flower_ext_check.recognise import APP, AppTraits, Part
 
 _MODS_OF_STRATEGIES = {
     recognise.CLIENT_SIDE: recognise.FIXED_MOD,
@@ -50,15 +50,26 @@ def add_wrong_parts(traits: AppTraits, findings: Findings) -> None:
     if local and local["sensitivity"] < local["clipping_norm"]:
         sensitivity, norm = local["sensitivity"], local["clipping_norm"]
         findings.add(Case.SENSITIVITY, sensitivity=sensitivity, clipping_norm=norm)
-    names = [part.name if part.origin != APP else "" for part in traits.mods]
-    places = [names.index(name) for name in recognise.PROTECTING_MODS if name in names]
-    first = min(places, default=len(names) if traits.has_task else 0)
-    protection = [*names, "the client side of flower_ext"][first]
-    for part in traits.mods[:first]:
-        if part.origin != "flwr" or part.name not in recognise.SILENT_MODS:
-            findings.add(Case.MOD_ORDER, name=part.name, protection=protection)
+    _add_mods_before_protection(traits, findings)
     if traits.engines_per_client > 1:
         findings.add(Case.ENGINE_RESTARTS, times=traits.engines_per_client)
+
+
+def _add_mods_before_protection(traits: AppTraits, findings: Findings) -> None:
+    """Find mods that get an upload after its protection, because they stand before it."""
+    outer: list[Part] = []
+    for part in traits.mods:
+        if part.origin != APP and part.name in recognise.PROTECTING_MODS:
+            protection = part.name
+            break
+        outer.append(part)
+    else:
+        if not traits.has_task:
+            return  # nothing protects uploads on the client
+        protection = "the client side of flower_ext"  # inside all mods
+    for part in outer:
+        if part.origin != "flwr" or part.name not in recognise.SILENT_MODS:
+            findings.add(Case.MOD_ORDER, name=part.name, protection=protection)
 
 
 def add_uncounted_messages(probes: Probes, findings: Findings) -> None:
