@@ -19,10 +19,10 @@ from flower_ext.errors import FlowerExtError
 from flower_ext.runs.app_settings import checked_settings
 from flower_ext.runs.page import to_markdown
 from flower_ext.runs.settings import clients_setting, num_nodes
-from flower_ext_check.app_folder import unpacked
+from flower_ext_check.app_folder import unpack
 from flower_ext_check.forks import in_fork
 from flower_ext_check.request import CheckRequest
-from flower_ext_check.stand_in import parsed_column
+from flower_ext_check.stand_in import parse_column
 
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -64,9 +64,9 @@ def check(
 
     Example: flower-ext check my-app --data random
     """
-    columns = dict(parsed_column(text) for text in column or [])
+    columns = dict(parse_column(text) for text in column or [])
     with signals_as_interrupts(), TemporaryDirectory(prefix="flower-ext-check-") as scratch:
-        folder = unpacked(app, Path(scratch).resolve())
+        folder = unpack(app, Path(scratch).resolve())
         defaults, changes = checked_settings(folder.path, settings or [])
         config = {**defaults, **changes}
         if (setting := clients_setting(config)) is not None and clients is not None:

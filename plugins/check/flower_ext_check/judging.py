@@ -21,7 +21,7 @@ from flower_ext_check.mechanisms import promised
 from flower_ext_check.observed import Observed
 from flower_ext_check.probes import Probes
 from flower_ext_check.recognise import AppTraits
-from flower_ext_check.repair import repaired
+from flower_ext_check.repair import suggest_diff
 from flower_ext_check.verdict import ConditionalEpsilon, JudgedClaim, ProvableEpsilon, Verdict
 
 DELTA = 1e-5
@@ -52,7 +52,7 @@ def judge(probes: Probes) -> Verdict:
     delta = (0.0 if weakest is None else weakest.delta) or DELTA
     diff = ""
     if refuting is not None or not all(claim.provable for claim in claims):
-        diff = repaired(
+        diff = suggest_diff(
             probes.app,
             epsilon=_EPSILON if weakest is None else weakest.epsilon,
             delta=delta,

@@ -35,7 +35,7 @@ from flower_ext.training import Task
 from flower_ext_check.app_folder import AppFolder
 from flower_ext_check.held_run import TRAIN, HeldRun, category_of, received_like
 from flower_ext_check.observed import Observed, Reply
-from flower_ext_check.vectors import Vector, vector
+from flower_ext_check.vectors import Vector, summarize
 from flower_ext_check.wrapping import Patch, wrap
 
 _LEARNERS = 20
@@ -84,7 +84,7 @@ class Watch:
 
     def note_model(self, arrays: Iterable[np.ndarray]) -> None:
         """Record a model that the server released, unless it equals the last recorded model."""
-        known, sent = self.observed.releases, vector(arrays)
+        known, sent = self.observed.releases, summarize(arrays)
         if sent is None or (known and known[-1].size != sent.size):
             return
         if not known or not np.array_equal(known[-1].sample, sent.sample, equal_nan=True):
@@ -156,9 +156,9 @@ class Watch:
         """Record the mean that a round of a strategy of this package releases."""
         mean = close(round, replies, **options)
         if mean is not None and round.kind == TRAIN:
-            arrays = vector(np.asarray(array) for array in mean.value.values())
-            if arrays is not None:
-                self.observed.means[self.observed.rounds] = arrays
+            summary = summarize(np.asarray(array) for array in mean.value.values())
+            if summary is not None:
+                self.observed.means[self.observed.rounds] = summary
         return mean
 
     def note_reply(self, message: Message, reply: Message, partition: int) -> None:
@@ -310,4 +310,4 @@ def _upload(received: RecordDict, sent: RecordDict) -> Vector | None:
                 for key, array in arrays.items()
                 if array.dtype.kind == "f"
             )
-    return vector(differences)
+    return summarize(differences)

@@ -58,7 +58,7 @@ def _signs(size: int, seed: int, *, norm: float) -> np.ndarray:
     return signs
 
 
-def vector(arrays: Iterable[np.ndarray]) -> Vector | None:
+def summarize(arrays: Iterable[np.ndarray]) -> Vector | None:
     """Return a summary of all floating-point arrays; None if there are none."""
     parts = [np.asarray(array, np.float64).ravel() for array in arrays if array.dtype.kind == "f"]
     if not sum(part.size for part in parts):

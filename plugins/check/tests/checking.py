@@ -10,7 +10,7 @@ from typing import Any
 from check_apps import CLIENTS
 
 from flower_ext.files import read_toml
-from flower_ext_check.app_folder import unpacked
+from flower_ext_check.app_folder import unpack
 from flower_ext_check.checked import NotChecked, check_app, import_slow_modules
 from flower_ext_check.forks import in_fork
 from flower_ext_check.request import CheckRequest
@@ -27,7 +27,7 @@ def result_of(
 ) -> dict[str, Any]:
     """Return the verdict of a check as JSON, or ``{"error": …}`` if the app cannot be checked."""
     scratch.mkdir(parents=True, exist_ok=True)
-    folder = unpacked(app, scratch.resolve())
+    folder = unpack(app, scratch.resolve())
     defaults = read_toml(folder.path / "pyproject.toml")["tool"]["flwr"]["app"].get("config", {})
     request = CheckRequest(
         app=folder,
