@@ -170,6 +170,11 @@ def verify(content: Mapping[str, Any], public_key: str) -> None:
     Take the study's public key, 64 hexadecimal digits, from a source that you trust. The key inside
     the statement proves nothing.
     """
+    if not public_key:
+        raise InvalidValue(
+            "--public-key is missing: to verify a statement, give the public key that the study "
+            "published, 64 hexadecimal digits"
+        )
     whole = {name: value for name, value in content.items() if name != "signature"}
     try:
         if whole["public key"] != public_key.lower():

@@ -145,6 +145,9 @@ def test_the_command_line_verifies_a_signed_statement_and_refuses_a_changed_one(
     other = call("withdraw", "--verify", str(file), "--public-key", "00" * 32)
     assert other.exit_code == 2
     assert "another key" in " ".join(other.stderr.split())
+    keyless = call("withdraw", "--verify", str(file))
+    assert keyless.exit_code == 2
+    assert "--public-key is missing" in " ".join(keyless.stderr.split())
     said["runs"][0]["epsilon"] /= 2
     file.write_text(json.dumps(said))
     changed = call("withdraw", "--verify", str(file), "--public-key", key)

@@ -138,7 +138,7 @@ def _visible(policy: GuardPolicy) -> list[str]:
     if policy.isolation != NAMESPACES:
         return policy.readable
     interpreter = Path(sys.executable).resolve().parents[1]
-    # The first entry of sys.path is the folder of the command, or the present one.
+    # The first entry of sys.path is the folder of the command, or the current directory.
     folders = [Path(path) for path in sys.path[1:] if path and Path(path) != Path.cwd()]
     packages = [path for folder in folders for path in _packages_in(folder)]
     ours = (Path(__file__).parent, Path(flower_ext.__file__).parent)
