@@ -242,6 +242,20 @@ def test_a_run_that_has_not_ended_is_refused(finished, tmp_path):
     assert "--resume" in done.output
 
 
+def test_a_client_without_its_data_is_one_message_that_names_the_folder(finished, tmp_path):
+    path = shutil.copytree(finished(DP2_FEDSAM).path, tmp_path / "run")
+    metadata = json.loads((path / "run.json").read_text())
+    absent = {"dataset": "mnist", "data-folder": str(tmp_path / "nowhere")}
+    metadata["config"] |= {**absent, "model": "digits-mlp"}
+    (path / "run.json").write_text(json.dumps(metadata))
+    file = tmp_path / "own.safetensors"
+    done = call(path, "--app", DP2_FEDSAM.folder, "--client", 1, "--output", file)
+    assert isinstance(done.exception, SystemExit)  # no traceback
+    assert done.exit_code == 1, done.output
+    assert f"Failed: data-folder='{tmp_path / 'nowhere'}'" in done.output
+    assert not file.exists()
+
+
 @pytest.mark.full
 def test_what_is_frozen_stays_with_the_base_model(tmp_path):
     folder = shutil.copytree(OWN.folder, tmp_path / "app")
