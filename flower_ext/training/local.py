@@ -29,7 +29,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.training.dp.dp_sgd import noised_step
 from flower_ext.training.index_limits import on_device
 from flower_ext.training.isolation import draws_seed, seeded
-from flower_ext.training.job import OPTIMIZERS, SGD, Job, LocalTraining, job_batches
+from flower_ext.training.job import DECAYING, OPTIMIZERS, SGD, Job, LocalTraining, job_batches
 from flower_ext.training.params import Params, clone
 from flower_ext.training.problem import LocalProblem, gradient, local_problem
 from flower_ext.training.task import Task
@@ -87,8 +87,10 @@ def sgd_step(problem: LocalProblem, weights: Params, training: LocalTraining) ->
     velocity = [torch.zeros_like(w) for w in tensors if training.momentum > 0]
     optimizer = None
     if training.optimizer != SGD:
-        decay = {"weight_decay": training.weight_decay} if training.weight_decay else {}
-        optimizer = OPTIMIZERS[training.optimizer](tensors, lr=training.learning_rate, **decay)
+        name, rate = training.optimizer, training.learning_rate
+        # Pass 0 as well, because torch's default for AdamW is 0.01.
+        decay = {"weight_decay": training.weight_decay} if name in DECAYING else {}
+        optimizer = OPTIMIZERS[name](tensors, lr=rate, **decay)
 
     def step(x: Tree, y: Tree) -> None:
         slopes = gradient(problem.loss_at, weights, x, y)
