@@ -1,6 +1,7 @@
 """A client's memory and secrets between messages."""
 
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -290,8 +291,9 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
     ClientVault(kept, "one").store(b"first")
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    (tmp_path / "secrets" / f".7-3-one.secret.{dead.pid}-00.draft").write_bytes(b"half a secr")
-    (tmp_path / "secrets" / f".7-3-one.secret.{os.getpid()}-00.draft").write_bytes(b"at work")
+    for writer, content in ((dead.pid, b"half a secr"), (os.getpid(), b"at work")):
+        name = f".7-3-one.secret.{writer}-00@{socket.gethostname()}.draft"
+        (tmp_path / "secrets" / name).write_bytes(content)
     ClientVault(kept, "one").store(b"second")
     (left,) = (tmp_path / "secrets").glob(".*.draft")
     assert left.read_bytes() == b"at work"
