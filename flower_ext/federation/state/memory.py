@@ -37,6 +37,9 @@ round needs these versions."""
 _PERMANENT = "permanent"
 """Ending of the names of permanent records, which are never removed."""
 
+OF_MASKED_SUM = "-sum"
+"""Ending of the names of vaults that hold the keys of masked sums."""
+
 _SECRETS_SECONDS = 24 * 60 * 60
 """Age in seconds at which a run's secrets are removed when another run begins. Younger secrets may
 belong to a run in progress, which stores its secrets anew in each round of the client."""
@@ -206,11 +209,16 @@ class ClientVault:
 
 
 def forget_client(context: Context, runs: Sequence[str]) -> None:
-    """Delete a client's memory of ``runs``, for all methods, and its keys of the current run.
+    """Delete a client's memory of ``runs``, for all methods, and its keys.
+
+    The names of key files have Flower's ids of runs, which ``runs`` do not have. The function
+    therefore deletes the keys of masked sums of all runs, and all keys of the current run. If the
+    client takes part in a run of another study, it misses the sum that this run is computing.
 
     Permanent records stay, because they record the client's actions and nothing about its data. If
     there is no folder, the function deletes only what the context's state holds, that is, the
-    memory and keys of one run. The memory of other runs vanishes when the SuperNode's process ends.
+    memory and keys of the run that asks. Those of other runs vanish when the SuperNode's process
+    ends.
     """
     for name in [*context.state]:
         if name.startswith("flower_ext.") and not name.endswith(f".{_PERMANENT}"):
@@ -221,8 +229,11 @@ def forget_client(context: Context, runs: Sequence[str]) -> None:
     for run in runs:
         for kept in (folder.path / safe_name(run)).glob(f"*-{partition}"):
             shutil.rmtree(kept)
-    for secret in (folder.path / SECRETS).glob(f"{context.run_id}-{context.node_id}-*.secret"):
-        secret.unlink()
+    node = context.node_id
+    # The last asterisk also matches the unfinished files of killed processes.
+    for names in (f"{context.run_id}-{node}-*.secret", f"*-{node}-*{OF_MASKED_SUM}.secret*"):
+        for secret in (folder.path / SECRETS).glob(names):
+            secret.unlink(missing_ok=True)
 
 
 def _remove_old(secrets: Path) -> None:

@@ -14,7 +14,7 @@ from flower_ext.errors import ProtocolError
 from flower_ext.federation import ClientMemory
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.state.folder import Damaged
-from flower_ext.federation.state.memory import ClientVault
+from flower_ext.federation.state.memory import ClientVault, forget_client
 
 
 def context(run_config=None, **node_config) -> Context:
@@ -284,6 +284,25 @@ def test_secrets_of_runs_that_ended_long_ago_are_removed_when_another_begins(tmp
     new.store(b"keys")
     assert ClientVault(old, "one").load() == b"secret"  # in its context, which is the process's
     assert sorted(f.name[:2] for f in (tmp_path / "secrets").glob("*.secret")) == ["2-", "7-"]
+
+
+def test_a_client_that_forgets_leaves_no_keys_of_masked_sums_of_any_run(tmp_path):
+    methods = ("fedavg-sum", "uldp_avg")
+
+    def of(run_id, node_id):
+        facts = {"partition-id": node_id, "state-folder": str(tmp_path)}
+        return Context(run_id, node_id, facts, RecordDict(), {})
+
+    for run_id, node_id in ((1, 3), (7, 3), (7, 33), (3, 4)):
+        for method in methods:
+            ClientVault(of(run_id, node_id), method).store(b"keys")
+    ClientVault(of(1, 3), "uldp_avg-draws", is_permanent=True).store(b"drawn")
+    (tmp_path / "secrets" / ".1-3-fedavg-sum.secret.99-00@other.draft").write_bytes(b"half")
+    forget_client(of(7, 3), ["study"])
+    left = {file.name for file in (tmp_path / "secrets").iterdir()} - {".lock"}
+    others = {f"{who}-{method}.secret" for who in ("7-33", "3-4") for method in methods}
+    # Of earlier runs, a silo's keys of weighted sums stay: no silo is asked to forget.
+    assert left == {*others, "1-3-uldp_avg.secret", "1-3-uldp_avg-draws.permanent"}
 
 
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
