@@ -51,7 +51,7 @@ def whole_file(path: Path, *, sync: bool = True, private: bool = True) -> Iterat
 
     The options and the guarantees are those of `write_whole`.
     """
-    writer = f"{os.getpid()}-{token_hex(4)}@{socket.gethostname()}"
+    writer = f"{os.getpid()}-{token_hex(4)}@{socket.gethostname()}"  # unique
     draft = path.with_name(f".{path.name}.{writer}.draft")
     # A rename is atomic, so a reader sees the old or the new content, never a part of either.
     try:

@@ -68,12 +68,10 @@ class LocalTraining(Checked):
         μ of the term (μ/2)‖w − w₀‖² around the parameters that training starts from (FedProx).
     optimizer : str
         ``"SGD"``, or the name of another class of `torch.optim` that steps by a gradient, such as
-        ``"AdamW"``. It starts afresh in every local training, with torch's defaults for all
-        settings but the learning rate and the weight decay. Methods
+        ``"AdamW"``. It starts afresh in every local training, with torch's defaults. Methods
         whose theorem or control variate assumes steps of SGD refuse other optimisers.
     weight_decay : float
-        Weight decay of an optimizer other than SGD and Rprop; 0 is none. For AdamW, torch's default
-        is 0.01.
+        Weight decay of an optimizer other than SGD and Rprop; 0 is none, unlike torch's AdamW.
     tolerance : float
         If above 0, training finds the exact minimiser: a point where the norm of the gradient
         is at most this number (see `newton`). ``sam_radius`` and ``optimizer`` must then keep their

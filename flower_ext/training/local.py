@@ -87,10 +87,9 @@ def sgd_step(problem: LocalProblem, weights: Params, training: LocalTraining) ->
     velocity = [torch.zeros_like(w) for w in tensors if training.momentum > 0]
     optimizer = None
     if training.optimizer != SGD:
-        name, rate = training.optimizer, training.learning_rate
         # Pass 0 as well, because torch's default for AdamW is 0.01.
-        decay = {"weight_decay": training.weight_decay} if name in DECAYING else {}
-        optimizer = OPTIMIZERS[name](tensors, lr=rate, **decay)
+        decay = {"weight_decay": training.weight_decay} if training.optimizer in DECAYING else {}
+        optimizer = OPTIMIZERS[training.optimizer](tensors, lr=training.learning_rate, **decay)
 
     def step(x: Tree, y: Tree) -> None:
         slopes = gradient(problem.loss_at, weights, x, y)

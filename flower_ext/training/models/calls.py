@@ -119,10 +119,7 @@ class UnlikeTypes(InvalidValue):
 
 @contextmanager
 def _telling_types(model: nn.Module, params: Params, x: Tree) -> Iterator[None]:
-    """Turn an error about types into `UnlikeTypes` if the types of ``x`` and the model differ.
-
-    ``params`` replace the model's own tensors of the same names.
-    """
+    """Turn an error about types into `UnlikeTypes` if ``x`` and the model have different types."""
     try:
         yield
     except RuntimeError as error:
