@@ -54,7 +54,7 @@ def assign(
     """
     protection = request.protection
     with knowing_no_data():
-        partition, noise = policy.partition, policy.admit(request)
+        partition, noise = policy.partition, policy.admit(request, method)
         step_noise = _step_noise(method, protection, noise)
     # Batches of examples differ between clients and rounds, and are equal in a repeated round.
     seed = derived_seed(request.seed, "client", request.kind, partition, request.training_round)
