@@ -39,7 +39,7 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     for name, optimizer in vars(torch.optim).items()
     if isinstance(optimizer, type)
     and issubclass(optimizer, torch.optim.Optimizer)
-    # Steps of these optimisers need more than a gradient, or another kind of gradient.
+    # Steps of these optimizers need more than a gradient, or another kind of gradient.
     and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
 }
 """Optimizers of `torch.optim` whose steps need only a dense gradient, by name."""
@@ -69,7 +69,7 @@ class LocalTraining(Checked):
     optimizer : str
         ``"SGD"``, or the name of another class of `torch.optim` that steps by a gradient, such as
         ``"AdamW"``. It starts afresh in every local training, with torch's defaults. Methods
-        whose theorem or control variate assumes steps of SGD refuse other optimisers.
+        whose theorem or control variate assumes steps of SGD refuse other optimizers.
     weight_decay : float
         Weight decay of an optimizer other than SGD and Rprop; 0 is none, unlike torch's AdamW.
     tolerance : float

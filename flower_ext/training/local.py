@@ -5,7 +5,7 @@ The job decides which steps `train` takes:
 ==========================  ==============================================================
 the job has                 its steps
 ==========================  ==============================================================
-usual settings              `sgd_step`: SGD with momentum, SAM, or another optimiser
+usual settings              `sgd_step`: SGD with momentum, SAM, or another optimizer
 ``noise``                   `noised_step`: clips each example's gradient, and adds noise
 a ``tolerance`` above 0     steps of `newton`, up to the exact minimiser
 ==========================  ==============================================================
@@ -79,7 +79,7 @@ def train(task: Task, job: Job, *, trained: Callable[[str], bool] = lambda name:
 
 
 def sgd_step(problem: LocalProblem, weights: Params, training: LocalTraining) -> Step:
-    """Return a function that moves ``weights`` by one step of SGD, SAM or another optimiser.
+    """Return a function that moves ``weights`` by one step of SGD, SAM or another optimizer.
 
     ``training`` holds the learning rate and all other settings of the step.
     """

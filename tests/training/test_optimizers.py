@@ -1,4 +1,4 @@
-"""Optimisers other than SGD, and the methods that refuse them."""
+"""Optimizers other than SGD, and the methods that refuse them."""
 
 import pytest
 import torch
