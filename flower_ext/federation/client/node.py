@@ -98,7 +98,7 @@ class NodePolicy:
             if isinstance(request.protection, ProtectedByTraining) and method and method.dp_sgd:
                 multiplier = method.dp_sgd(request.settings).noise_multiplier
             self.check(request.protection, multiplier)
-        self.check_way_out("an update or scores", in_sum=request.is_summed)
+        self.require_secure_sum("an update or scores", in_sum=request.is_summed)
         return self.noise(request.entries, OF_UPLOADS)
 
     def check(self, protection: Protection, multiplier: float | None) -> None:
@@ -120,7 +120,7 @@ class NodePolicy:
                 f"least-noise-multiplier={least:g}"
             )
 
-    def check_way_out(self, message: str, *, in_sum: bool) -> None:
+    def require_secure_sum(self, message: str, *, in_sum: bool) -> None:
         """Refuse to send ``message`` outside a secure sum, if the owner requires such sums."""
         if self.context.node_config.get("require-secure-sum") and not in_sum:
             raise _forbidden(
