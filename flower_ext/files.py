@@ -51,7 +51,8 @@ def whole_file(path: Path, *, sync: bool = True, private: bool = True) -> Iterat
 
     The options and the guarantees are those of `write_whole`.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}-{token_hex(4)}.draft")  # one per writer
+    writer = f"{os.getpid()}-{token_hex(4)}@{socket.gethostname()}"  # unique
+    draft = path.with_name(f".{path.name}.{writer}.draft")
     # A rename is atomic, so a reader sees the old or the new content, never a part of either.
     try:
         _remove_drafts_of_the_dead(path)
@@ -191,8 +192,9 @@ def _opened(path: Path, how: int, sync: bool, *, private: bool) -> Iterator[IO[b
 
 def _remove_drafts_of_the_dead(path: Path) -> None:
     """Remove unfinished files of `whole_file`, left by killed processes: they may hold secrets."""
-    for draft in path.parent.glob(f".{escape(path.name)}.*-*.draft"):
-        writer = draft.name.rsplit(".", 2)[1].partition("-")[0]
+    # Machines may share the folder, and a process id has a meaning only on its own machine.
+    for draft in path.parent.glob(f".{escape(path.name)}.*-*@{escape(socket.gethostname())}.draft"):
+        writer = draft.name.removeprefix(f".{path.name}.").partition("-")[0]
         if writer.isdecimal() and not psutil.pid_exists(int(writer)):
             draft.unlink(missing_ok=True)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from flower_ext.errors import InvalidValue
-from flower_ext.files import InUse, from_table, lock, write_whole
+from flower_ext.files import InUse, from_table, lock, whole_file, write_whole
 
 HOLD = """
 import os, sys, time
@@ -79,6 +79,31 @@ def test_concurrent_writers_leave_one_writers_content_and_no_draft(tmp_path):
     assert errors.empty()
     assert path.read_bytes() in contents
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_draft_of_another_machine_stays_whatever_its_process_id(tmp_path, monkeypatch):
+    """Machines may share a folder: a process that runs on one may be unknown on the other."""
+    path, dead = tmp_path / "file", subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    monkeypatch.setattr(os, "getpid", lambda: dead.pid)
+    monkeypatch.setattr(socket, "gethostname", lambda: "silo-2.example")
+    with whole_file(path) as stream:
+        stream.write(b"of the other machine")
+        (draft,) = tmp_path.iterdir()
+        for host in ("silo-1.example", "example", "*"):
+            monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+            write_whole(path, b"of this machine")
+            assert draft.exists()
+    assert path.read_bytes() == b"of the other machine"
+
+
+def test_a_draft_of_a_killed_process_of_this_machine_is_removed(tmp_path, monkeypatch):
+    path, dead = tmp_path / "file.json", subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    monkeypatch.setattr(socket, "gethostname", lambda: "silo-2.example")
+    (tmp_path / f".file.json.{dead.pid}-00@silo-2.example.draft").write_bytes(b"half a secr")
+    write_whole(path, b"whole")
+    assert [*tmp_path.iterdir()] == [path]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +32,12 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     for name, optimizer in vars(torch.optim).items()
     if isinstance(optimizer, type)
     and issubclass(optimizer, torch.optim.Optimizer)
-    # Steps of these optimisers need more than a gradient, or another kind of gradient.
+    # Steps of these optimizers need more than a gradient, or another kind of gradient.
     and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
 }
-"""Optimisers of `torch.optim` whose steps need only a dense gradient, by name."""
+"""Optimizers of `torch.optim` whose steps need only a dense gradient, by name."""
+DECAYING = {n for n, o in OPTIMIZERS.items() if "weight_decay" in signature(o).parameters} - {SGD}
+"""Names of the optimizers for which `LocalTraining` takes a weight decay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +62,9 @@ class LocalTraining(Checked):
     optimizer : str
         ``"SGD"``, or the name of another class of `torch.optim` that steps by a gradient, such as
         ``"AdamW"``. It starts afresh in every local training, with torch's defaults. Methods
-        whose theorem or control variate assumes steps of SGD refuse other optimisers.
+        whose theorem or control variate assumes steps of SGD refuse other optimizers.
     weight_decay : float
-        Weight decay of an optimiser other than SGD; 0 takes torch's default, 0.01 for AdamW.
+        Weight decay of an optimizer other than SGD and Rprop; 0 is none, unlike torch's AdamW.
     tolerance : float
         If above 0, training finds the exact minimiser: a point where the norm of the gradient
         is at most this number (see `newton`). ``sam_radius`` and ``optimizer`` must then keep their
@@ -89,8 +94,8 @@ class LocalTraining(Checked):
         if self.optimizer not in OPTIMIZERS:
             known = ", ".join(sorted(OPTIMIZERS))
             raise InvalidValue(f"optimizer={self.optimizer!r}: expected one of {known}")
-        plain = self.optimizer == SGD
-        for name in ("weight_decay",) if plain else ("momentum", "tolerance"):
+        unused = () if self.optimizer == SGD else ("momentum", "tolerance")
+        for name in unused if self.optimizer in DECAYING else (*unused, "weight_decay"):
             if value := getattr(self, name):
                 raise InvalidValue(
                     f"{name}={value!r}: expected 0 with optimizer={self.optimizer!r}"

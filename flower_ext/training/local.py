@@ -5,7 +5,7 @@ The job decides which steps `train` takes:
 ==========================  ==============================================================
 the job has                 its steps
 ==========================  ==============================================================
-usual settings              `sgd_step`: SGD with momentum, SAM, or another optimiser
+usual settings              `sgd_step`: SGD with momentum, SAM, or another optimizer
 ``noise``                   `noised_step`: clips each example's gradient, and adds noise
 a ``tolerance`` above 0     steps of `newton`, up to the exact minimiser
 ==========================  ==============================================================
@@ -29,7 +29,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.training.dp.dp_sgd import noised_step
 from flower_ext.training.index_limits import on_device
 from flower_ext.training.isolation import draws_seed, seeded
-from flower_ext.training.job import OPTIMIZERS, SGD, Job, LocalTraining, batch_rows
+from flower_ext.training.job import DECAYING, OPTIMIZERS, SGD, Job, LocalTraining, batch_rows
 from flower_ext.training.params import Params, clone
 from flower_ext.training.problem import LocalProblem, gradient, local_problem
 from flower_ext.training.task import Task
@@ -93,7 +93,7 @@ def job_batches(task: Task, job: Job) -> Iterator[tuple[Tree, Tree]]:
 
 
 def sgd_step(problem: LocalProblem, weights: Params, training: LocalTraining) -> Step:
-    """Return a function that moves ``weights`` by one step of SGD, SAM or another optimiser.
+    """Return a function that moves ``weights`` by one step of SGD, SAM or another optimizer.
 
     ``training`` holds the learning rate and all other settings of the step.
     """
@@ -101,7 +101,8 @@ def sgd_step(problem: LocalProblem, weights: Params, training: LocalTraining) ->
     velocity = [torch.zeros_like(w) for w in tensors if training.momentum > 0]
     optimizer = None
     if training.optimizer != SGD:
-        decay = {"weight_decay": training.weight_decay} if training.weight_decay else {}
+        # Pass 0 as well, because torch's default for AdamW is 0.01.
+        decay = {"weight_decay": training.weight_decay} if training.optimizer in DECAYING else {}
         optimizer = OPTIMIZERS[training.optimizer](tensors, lr=training.learning_rate, **decay)
 
     def step(x: Tree, y: Tree) -> None:

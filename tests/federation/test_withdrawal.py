@@ -166,6 +166,20 @@ def test_only_the_withdrawn_clients_head_vanishes_from_its_node(tmp_path):
     assert forgotten(Ledger.read(given.ledger)) == {LEAVING}
 
 
+def test_a_withdrawn_client_leaves_no_keys_of_secure_sums_on_its_node(tmp_path):
+    given, state = budget(tmp_path), tmp_path / "nodes"
+    chosen = plan(noise_placement=SecureSum(colluding=0.0, dropouts=0.2))
+    for name in ("a", "b"):
+        run_of(tmp_path / name, given, plan=chosen, state=state)
+    keys = sorted(path.name for path in (state / "secrets").glob("*.secret"))
+    nodes = sorted({name.split("-")[1] for name in keys}, key=int)
+    assert len(nodes) == CLIENTS
+    withdraw(given.ledger, PrivacyUnit.CLIENT, [LEAVING])
+    run_of(tmp_path / "b", given, plan=chosen, state=state, rounds=3)
+    left = {path.name.split("-")[1] for path in (state / "secrets").glob("*.secret")}
+    assert left == {*nodes} - {nodes[LEAVING]}
+
+
 def test_a_run_starts_without_nodes_of_withdrawn_clients_but_no_others(tmp_path):
     given = budget(tmp_path)
     run_of(tmp_path / "a", given, plan=plan())

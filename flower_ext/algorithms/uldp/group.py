@@ -61,16 +61,17 @@ DP_SGD = "dp-sgd."
 """Prefix of the settings of a `DpSgdTraining`."""
 
 
+def dp_sgd(settings: Mapping[str, Any]) -> DpSgdTraining:
+    """Return the DP-SGD that the server's settings describe."""
+    # Settings are flat, so a prefix marks the fields of the `DpSgdTraining`.
+    named = {n.removeprefix(DP_SGD): v for n, v in settings.items() if n.startswith(DP_SGD)}
+    return DpSgdTraining(**named)
+
+
 def local_update(work: ClientWork) -> LocalResult:
     """Train by DP-SGD on the kept records (lines 9–11)."""
-    # Settings are flat, so a prefix marks the fields of the `DpSgdTraining`.
-    settings: dict[str, Any] = {
-        name.removeprefix(DP_SGD): value
-        for name, value in work.settings.items()
-        if name.startswith(DP_SGD)
-    }
     with knowing_no_data():
-        training = DpSgdTraining(**settings)
+        training = dp_sgd(work.settings)
     record_rng = secure_generator()
     if not work.noise.is_secure:  # in a simulation, batches must be reproducible as well
         seed = torch.randint(2**63 - 1, (1,), generator=work.generator)
@@ -113,7 +114,11 @@ class UldpGroup(Method):
     """
 
     client = ClientMethod(
-        name="uldp_group", local_update=local_update, answer=answer_server, memory=Memory.NONE
+        name="uldp_group",
+        local_update=local_update,
+        answer=answer_server,
+        memory=Memory.NONE,
+        dp_sgd=dp_sgd,
     )
 
     num_silos: int

@@ -278,7 +278,7 @@ def why_never_together(jobs: Sequence[Job]) -> str | None:
     if any(job.training.tolerance for job in jobs):
         return "tolerance is above 0, which asks for the exact minimiser"
     if any(job.training.optimizer != SGD for job in jobs):
-        return "the optimiser is not SGD"
+        return "the optimizer is not SGD"
     if any(type(term) not in (Proximal, Linear) for job in jobs for term in job.terms):
         return "the objective has a term other than Proximal and Linear"
     return None

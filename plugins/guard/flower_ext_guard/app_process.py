@@ -107,7 +107,7 @@ _PROBE = f"""
 import json, os, socket
 from flower_ext_guard.confinement import confine
 if (confinement := os.environ.pop({CONFINEMENT!r}, None)) is not None:
-    confine(*json.loads(confinement), close=os.dup(1))
+    confine(*json.loads(confinement), answer_fd=os.dup(1))
 names = [name for _, name in socket.if_nameindex()] if confinement is None else []
 if set(names) > {{"lo"}}:
     raise SystemExit("the command gives the app network interfaces: " + ", ".join(names))

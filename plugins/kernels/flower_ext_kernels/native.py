@@ -154,7 +154,7 @@ def _compiled() -> bytes:
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", __name__],
-            # Numba must not optimise, because it would optimise a function again for each caller.
+            # Numba must not optimize, because it would optimize a function again for each caller.
             env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), "NUMBA_OPT": "0"},
             stdin=subprocess.DEVNULL,
             capture_output=True,

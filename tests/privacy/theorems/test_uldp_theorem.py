@@ -83,7 +83,7 @@ def all_guarantees():
             )
 
 
-def test_the_closed_form_is_the_formula_of_theorem_5_optimised():
+def test_the_closed_form_is_the_formula_of_theorem_5_optimized():
     def at(alpha):
         return (
             100 * alpha / (2 * 25)
