@@ -137,6 +137,7 @@ def charge(
         training=number,
         repeatable=run.repeats,
         unit=claim.unit,
+        population=run.population.sampling.population,
         relation=claim.relation if release is None else release.relation,
         epsilon=epsilon,
         delta=claim.delta if release is None else mechanism.delta,

@@ -46,6 +46,8 @@ class Charge(JsonRecord):
     repeatable: bool = False
     """True if a repeated round has the same result, bit for bit, and so reveals nothing new."""
     unit: PrivacyUnit
+    population: int
+    """Number of the run's users, or of its clients if the unit is a client or a record."""
     relation: NeighboringRelation
     epsilon: float
     """ε against an adversary that sees the released models."""

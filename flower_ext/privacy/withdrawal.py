@@ -43,12 +43,10 @@ def withdraw(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> list[di
                 f"{path} is the account of a study that protects {charges[0]['unit']}s: expected "
                 f"{right} for these numbers"
             )
-        populations = [
-            charge["release"]["sampling"]["population"] for charge in charges if charge["release"]
-        ]
+        population = max((charge["population"] for charge in charges), default=math.inf)
         for number in sorted(numbers):
-            if not (is_integer(number) and 0 <= number < max(populations, default=math.inf)):
-                most = f" and below {max(populations)}" if populations else ""
+            if not (is_integer(number) and 0 <= number < population):
+                most = f" and below {population}" if charges else ""
                 raise InvalidValue(f"{unit.value}={number}: expected an integer >= 0{most}")
             if number not in withdrawn(account.entries):
                 account.append(WITHDRAWN, {"unit": unit, "number": number})

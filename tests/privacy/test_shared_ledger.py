@@ -38,6 +38,7 @@ def sampled(run: str, training: int, noise_multiplier=1.0, **more) -> Charge:
         "method": "DPFedAvg",
         "training": training,
         "unit": PrivacyUnit.CLIENT,
+        "population": 100,
         "relation": ADD_OR_REMOVE,
         "epsilon": privacy_loss_of({one: training}, delta=DELTA).epsilon,
         "delta": DELTA,

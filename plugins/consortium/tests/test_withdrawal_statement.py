@@ -44,6 +44,7 @@ def spend(path: Path, run: str, rounds=1, start=1, unit=USER, **changes) -> None
             "method": "UldpAvg",
             "training": training,
             "unit": unit,
+            "population": 100,
             "relation": RELATION,
             "epsilon": 1.0,
             "delta": DELTA,

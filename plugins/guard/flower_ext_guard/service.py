@@ -194,6 +194,7 @@ class Guard:
             training=number,
             repeatable=True,  # a pending reply is sent again, never noised again
             unit=PrivacyUnit.CLIENT,
+            population=spend.sampling.population,
             relation=spend.relation,
             epsilon=loss.epsilon,
             delta=loss.delta,
