@@ -43,13 +43,14 @@ def withdraw(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> list[di
                 f"{path} is the account of a study that protects {charges[0]['unit']}s: expected "
                 f"{right} for these numbers"
             )
+        # Check all numbers first: nothing can take back an entry that is already written.
         population = max((charge["population"] for charge in charges), default=math.inf)
-        for number in sorted(numbers):
+        for number in numbers:
             if not (is_integer(number) and 0 <= number < population):
                 most = f" and below {population}" if charges else ""
                 raise InvalidValue(f"{unit.value}={number}: expected an integer >= 0{most}")
-            if number not in withdrawn(account.entries):
-                account.append(WITHDRAWN, {"unit": unit, "number": number})
+        for number in sorted(set(numbers) - withdrawn(account.entries)):
+            account.append(WITHDRAWN, {"unit": unit, "number": int(number)})
         return account.entries
 
 

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flower_ext.errors import InvalidValue
@@ -57,3 +58,13 @@ def test_every_user_can_withdraw_whatever_the_releases_draw_from(path):
     assert withdrawal.withdrawn(withdrawal.withdraw(path, USER, [199])) == {99, 199}
     with pytest.raises(InvalidValue, match="below 200"):
         withdrawal.withdraw(path, USER, [200])
+
+
+@pytest.mark.parametrize("wrong", [99_999, -1, True, 2.0])
+def test_a_refused_number_leaves_the_account_as_it_was(path, wrong):
+    spend(path)
+    before = path.read_bytes()
+    with pytest.raises(InvalidValue, match="expected an integer >= 0 and below 100"):
+        withdrawal.withdraw(path, USER, [3, wrong])
+    assert path.read_bytes() == before
+    assert withdrawal.withdrawn(withdrawal.withdraw(path, USER, np.array([3, 5]))) == {3, 5}
