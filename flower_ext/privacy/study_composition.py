@@ -113,7 +113,9 @@ def spent_by_run(entries: Sequence[dict[str, Any]]) -> list[RunSpend]:
             # queries together. Only the `RunSpend` of the training has this ε.
             newest, views = charges[-1], set[AdversaryView]() if query else run.views
             part = replace(run, by_query={query: charges}).against(_MODELS)
-            delta = newest["delta"] if part.releases else sum(s.delta for s in part.spends)
+            delta = newest["delta"]
+            if part.spends and not part.releases:  # the δ's of rounds with unknown releases add up
+                delta = sum(spend.delta for spend in part.spends)
             epsilons = {
                 view: _joint([run.against(view)], newest["delta"]).epsilon
                 for view in AdversaryView
