@@ -20,6 +20,7 @@ from typing import Any
 from flower_ext.checks import AboveZero, Checked, FractionBelowOne, require_delta
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.files import InUse, sync_to_disk
+from flower_ext.privacy.account_entries import COMMIT, DISCARD, REPEAT, RESERVE
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.guarantee import epsilon_text
@@ -164,7 +165,7 @@ class Ledger(LedgerFile):
         earlier = [
             (entry["round"], entry.get("identity"), Release.from_dict(entry["release"]))
             for entry in self.entries
-            if entry["kind"] == "reserve"
+            if entry["kind"] == RESERVE
         ]
         self._reserved = [release for *_, release in earlier]
         self._repeatable = {one for one in earlier if one[1] is not None}
@@ -196,7 +197,7 @@ class Ledger(LedgerFile):
         self._check_usable()
         entry = {"round": server_round, **({} if identity is None else {"identity": identity})}
         if (again := (server_round, identity, release)) in self._repeatable:
-            self.append("repeat", entry)
+            self.append(REPEAT, entry)
             self._repeatable.remove(again)
         else:
             # Refuse before writing: a written line counts as spent, even if nothing was released.
@@ -211,7 +212,7 @@ class Ledger(LedgerFile):
                         f"{self.releases} releases are on the ledger; end the run, or raise the "
                         "budget"
                     )
-            self.append("reserve", {**entry, "release": release.to_dict()})
+            self.append(RESERVE, {**entry, "release": release.to_dict()})
             self._reserved.append(release)
         reservation = Reservation()
         try:
@@ -222,9 +223,9 @@ class Ledger(LedgerFile):
         finally:
             closed = {"round": server_round, "notes": reservation.notes}
             if reservation.discarded is None:
-                self.append("commit", closed)
+                self.append(COMMIT, closed)
             else:
-                self.append("discard", {**closed, "reason": reservation.discarded})
+                self.append(DISCARD, {**closed, "reason": reservation.discarded})
 
     @property
     def releases(self) -> int:

@@ -16,17 +16,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from flower_ext.privacy.account_entries import (
+    CHARGE,
+    CLAIMS,
+    DISCLOSURE,
+    WITHOUT_NOISE,
+    label_of,
+)
 from flower_ext.privacy.accounting.accountant import joint_loss
 from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
-CHARGE, REPEAT, DISCLOSURE, CLAIMS = "charge", "repeat", "uncovered", "claims"
-"""Kinds of an account's entries: a round's spend, a repeated round, a disclosure that no ε covers,
-and a run's guarantees."""
-WITHOUT_NOISE = "training without noise"
-"""Description in the entry of a run that promises nothing against any adversary."""
 FIXED_PLANS = "the plan of every run was fixed before the first run"
 _MODELS = AdversaryView.RELEASED_MODELS
 
@@ -275,8 +277,3 @@ def _shared_texts(runs: Sequence[RunCharges], view: AdversaryView, name: str) ->
         text if len(labels) == len(runs) else f"{text} (of {', '.join(labels)})"
         for text, labels in by_text.items()
     ]
-
-
-def label_of(entry: dict[str, Any]) -> str:
-    """Return the name of an entry's run directory, or the beginning of the run's id."""
-    return entry["name"] or str(entry["run"])[:8]

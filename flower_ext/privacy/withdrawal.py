@@ -16,11 +16,9 @@ from typing import Any
 
 from flower_ext.checks import is_integer
 from flower_ext.errors import InvalidValue
+from flower_ext.privacy.account_entries import CHARGE, FORGOTTEN, WITHDRAWN
 from flower_ext.privacy.ledger import LedgerFile
-from flower_ext.privacy.study_composition import CHARGE
 from flower_ext.privacy.units import PrivacyUnit
-
-WITHDRAWN, FORGOTTEN = "withdrawn", "forgotten"
 
 
 def withdraw(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> list[dict[str, Any]]:

@@ -21,17 +21,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from flower_ext.errors import InvalidValue
 from flower_ext.files import write_whole
 from flower_ext.privacy import AdversaryView, DpSgd, Ledger, PrivacyUnit, epsilon_text
+from flower_ext.privacy.account_entries import DISCLOSURE, WITHDRAWN, WITHOUT_NOISE, label_of
 from flower_ext.privacy.accounting.accountant import joint_loss, privacy_loss_of
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.group_privacy import group_loss
-from flower_ext.privacy.study_composition import (
-    DISCLOSURE,
-    WITHOUT_NOISE,
-    RunCharges,
-    label_of,
-    runs_of,
-)
-from flower_ext.privacy.withdrawal import WITHDRAWN, forgotten, withdrawn
+from flower_ext.privacy.study_composition import RunCharges, runs_of
+from flower_ext.privacy.withdrawal import forgotten, withdrawn
 
 _MODELS = AdversaryView.RELEASED_MODELS
 _NOTHING = "nothing can be claimed"
