@@ -35,13 +35,13 @@ def withdraw(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> list[di
         )
     with closing(LedgerFile(path, wait=True)) as account:
         charges = [entry for entry in account.entries if entry["kind"] == CHARGE]
-        if charges and (charges[0]["unit"] == PrivacyUnit.USER) != (unit is PrivacyUnit.USER):
-            right = "--user" if charges[0]["unit"] == PrivacyUnit.USER else "--client"
+        protects_users = any(charge["unit"] == PrivacyUnit.USER for charge in charges)
+        if charges and protects_users != (unit is PrivacyUnit.USER):
             raise InvalidValue(
                 f"{path} is the account of a study that protects {charges[0]['unit']}s: expected "
-                f"{right} for these numbers"
+                f"{'--user' if protects_users else '--client'} for these numbers"
             )
-        # Check all numbers first: nothing can take back an entry that is already written.
+        # Check all numbers before the first is written, because no entry can be taken back.
         population = max((charge["population"] for charge in charges), default=math.inf)
         for number in numbers:
             if not (is_integer(number) and 0 <= number < population):
