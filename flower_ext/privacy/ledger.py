@@ -67,7 +67,7 @@ class LedgerFile:
 
     def __init__(self, path: Path, *, wait: bool) -> None:
         self.path = Path(path)
-        self._unusable: str | None = None
+        self._is_closed = self._has_failed = False
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -99,7 +99,7 @@ class LedgerFile:
                 line = line[os.write(self._file, line) :]
             os.fsync(self._file)
         except OSError as error:
-            self._unusable = "could not be written"
+            self._has_failed = True
             raise OSError(
                 error.errno,
                 f"{error.strerror or error}: the ledger cannot be written, so the run releases "
@@ -110,14 +110,15 @@ class LedgerFile:
 
     def close(self) -> None:
         """Release the lock; afterwards nothing can be written."""
-        if self._unusable == "was closed":
+        if self._is_closed:
             self._check_usable()
-        self._unusable = "was closed"
+        self._is_closed = True
         os.close(self._file)
 
     def _check_usable(self) -> None:
-        if self._unusable is not None:
-            raise RuntimeError(f"{self.path} {self._unusable}; open it again")
+        if self._is_closed or self._has_failed:
+            reason = "was closed" if self._is_closed else "could not be written"
+            raise RuntimeError(f"{self.path} {reason}; open it again")
 
 
 class Reservation:
