@@ -235,7 +235,7 @@ class Method(Checked):
             weighs_updates=self.weighs_updates,
             needs_each_update=self.needs_each_update,
             keeps_memory=self.client.keeps_memory,
-            memoryless=self.client.memoryless,
+            updates_ignore_memory=self.client.updates_ignore_memory,
             upload_phase=self.client.upload_phase,
             num_silos=getattr(self, "num_silos", None),  # a field if the units are users in silos
         )
