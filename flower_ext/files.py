@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import io
 import os
+import re
 import socket
 import time
 import tomllib
@@ -102,6 +103,27 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise InvalidValue(f"{path}: expected a TOML file; {error.strerror}") from None
     except ValueError as error:
         raise InvalidValue(f"{path} is not valid TOML: {error}") from None
+
+
+def read_key(path: Path, name: str, expected: str, *, is_text: bool = False) -> bytes:
+    """Return the 32 secret bytes in a file that only its owner can read.
+
+    With ``is_text``, the file holds them as lower-case hexadecimal digits. Errors call the file the
+    value of the setting ``name``, and end with the file that is ``expected``.
+    """
+    try:
+        with path.open("rb") as stream:
+            mode, content = os.fstat(stream.fileno()).st_mode, stream.read()
+    except OSError as error:
+        raise InvalidValue(f"{name}={path}: {error.strerror}; expected {expected}") from None
+    if mode & 0o077:
+        raise InvalidValue(f"{name}={path}: other users can read it; run chmod 600 {path}")
+    if is_text:
+        is_key = re.fullmatch(rb"[0-9a-f]{64}\s*", content)
+        content = bytes.fromhex(content.decode()) if is_key else b""
+    if len(content) != 32:
+        raise InvalidValue(f"{name}={path}: the file holds no key; expected {expected}")
+    return content
 
 
 def from_table(kind: type[T], table: Mapping[str, Any], where: str) -> T:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from flower_ext.errors import InvalidValue
-from flower_ext.files import InUse, from_table, lock, whole_file, write_whole
+from flower_ext.files import InUse, from_table, lock, read_key, whole_file, write_whole
 
 HOLD = """
 import os, sys, time
@@ -128,3 +128,56 @@ def test_a_table_becomes_a_dataclass():
 def test_a_table_that_does_not_fit_is_refused_with_its_place(table, message):
     with pytest.raises(InvalidValue, match=message):
         from_table(Box, table, "[box]")
+
+
+KEY = bytes(range(32))
+
+
+def key_file(tmp_path, content, mode=0o600):
+    path = tmp_path / "secret.key"
+    path.write_bytes(content)
+    path.chmod(mode)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("content", "is_text"),
+    [(KEY, False), (KEY.hex().encode(), True), (KEY.hex().encode() + b"\n", True)],
+)
+def test_a_key_is_read_as_bytes_or_as_digits(tmp_path, content, is_text):
+    assert read_key(key_file(tmp_path, content), "key", "a key", is_text=is_text) == KEY
+
+
+@pytest.mark.parametrize(
+    ("content", "is_text"),
+    [
+        (b"", False),
+        (KEY[:31], False),
+        (KEY + b"\n", False),
+        (KEY.hex().encode(), False),
+        (KEY, True),
+        (KEY[:31].hex().encode(), True),
+        (KEY.hex(" ").encode(), True),
+        (KEY.hex().upper().encode(), True),
+        ("０".encode() * 64, True),
+    ],
+)
+def test_a_file_without_a_key_is_named_with_how_to_make_one(tmp_path, content, is_text):
+    path = key_file(tmp_path, content)
+    with pytest.raises(InvalidValue, match=f"^key={path}: the file holds no key; expected a key$"):
+        read_key(path, "key", "a key", is_text=is_text)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o620, 0o610, 0o604, 0o602, 0o601])
+def test_a_key_that_others_may_use_is_refused_whatever_it_holds(tmp_path, mode):
+    for content in (KEY, b"no key"):
+        path = key_file(tmp_path, content, mode)
+        with pytest.raises(InvalidValue, match=f"^key={path}: .*; run chmod 600 {path}$"):
+            read_key(path, "key", "a key")
+
+
+def test_a_missing_key_file_is_named_with_how_to_make_one(tmp_path):
+    with pytest.raises(InvalidValue, match=r"none: No such file or directory; expected a key$"):
+        read_key(tmp_path / "none", "key", "a key")
+    with pytest.raises(InvalidValue, match="Is a directory; expected a key"):
+        read_key(tmp_path, "key", "a key")

@@ -21,7 +21,7 @@ from flower_ext.federation.client.app import client_app
 from flower_ext.federation.client.client_method import ClientMethod
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.method_state import State, groups_under, prefixed
-from flower_ext.federation.population import Cohort, Population
+from flower_ext.federation.population import Cohort, Population, UsersInSilos
 from flower_ext.federation.records import Arrays, Update
 from flower_ext.federation.server_optimizers import MEAN, ModelAverage, ServerOptimizer
 from flower_ext.federation.sums.summation import Summation
@@ -222,6 +222,8 @@ class Method(Checked):
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
         """Return the `Population`, which has the clients to ask and the privacy units to count."""
+        if (silos := self.traits.num_silos) is not None:
+            return UsersInSilos(plan.sampling, silos)
         return Population(summation.mechanism.sampling)
 
     @property
@@ -233,8 +235,9 @@ class Method(Checked):
             weighs_updates=self.weighs_updates,
             needs_each_update=self.needs_each_update,
             keeps_memory=self.client.keeps_memory,
-            memoryless=self.client.memoryless,
+            updates_ignore_memory=self.client.updates_ignore_memory,
             upload_phase=self.client.upload_phase,
+            num_silos=getattr(self, "num_silos", None),  # a field if the units are users in silos
         )
 
     @property

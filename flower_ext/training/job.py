@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor

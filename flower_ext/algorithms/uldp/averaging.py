@@ -64,7 +64,7 @@ from flower_ext.federation import (
     Steps,
     Summation,
 )
-from flower_ext.federation.population import HiddenUsers, UsersInSilos
+from flower_ext.federation.population import HiddenUsers
 from flower_ext.privacy import Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
@@ -158,8 +158,8 @@ class UldpAvg(Method):
 
     @property
     def traits(self) -> MethodTraits:
-        """The method's traits, with its number of silos and its weighting."""
-        return replace(super().traits, num_silos=self.num_silos, weighting=self.weighting)
+        """The method's traits, with its weighting."""
+        return replace(super().traits, weighting=self.weighting)
 
     def mechanism(self, plan: PrivacyPlan) -> RoundMechanism:
         """Return the mechanism of the silos' sum; refuse a plan that protects no users in silos."""
@@ -173,7 +173,7 @@ class UldpAvg(Method):
         by_server = self.user_draw == "server" and not summation.hidden_draw
         if summation.brings_weights or not by_server:
             return HiddenUsers(plan.sampling, self.num_silos, drawn_by_server=by_server)
-        return UsersInSilos(plan.sampling, self.num_silos)
+        return super().population(plan, summation)
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
         """Return what silos need: the number of users |U|, and the rate q if silos draw users."""

@@ -41,10 +41,12 @@ from flower_ext.federation import (
     LocalResult,
     Memory,
     Method,
+    Population,
     State,
     Summation,
     records,
 )
+from flower_ext.federation.population import UsersInSilos
 from flower_ext.privacy import (
     FullParticipation,
     GroupPlan,
@@ -146,6 +148,10 @@ class UldpGroup(Method):
                 f"plan={type(plan).__name__}: expected the plan that UldpGroup.plan(delta) "
                 "returns, because that plan computes ε for the DP-SGD in the method's ``local``"
             )
+
+    def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
+        """Return the users, all of whom take part in every round."""
+        return UsersInSilos(FullParticipation(self.num_users), self.num_silos)
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
         """Return what silos need: the number of users |U|, and the settings of DP-SGD."""

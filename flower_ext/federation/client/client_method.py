@@ -274,7 +274,7 @@ class ClientMethod:
         return self.memory is not Memory.NONE
 
     @property
-    def memoryless(self) -> bool:
+    def updates_ignore_memory(self) -> bool:
         """True if no update depends on a client's memory; record-level guarantees require this."""
         return self.memory in (Memory.NONE, Memory.BESIDE_UPDATES)
 

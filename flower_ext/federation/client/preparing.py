@@ -114,8 +114,13 @@ def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientDa
     """
     may_hide = request.hides_missing_data
     data = data_of(task, partition, hide_errors=may_hide)
-    if isinstance(data, SiloData) and data is not NO_DATA:
-        data = data.without(request.entries.get("withdrawn", ()))
+    if data is not NO_DATA and (withdrawn := request.entries.get("withdrawn")):
+        if not isinstance(data, SiloData):
+            raise PreconditionFailed.tellable(
+                "data of the Task: expected SiloData, because users withdrew, and only its field "
+                "owners tells whose records to leave out"
+            )
+        data = data.without(withdrawn)
     if data is NO_DATA or isinstance(request.protection, Unprotected):
         return data
     num_examples, agreed = len(data.train), request.protection.num_examples

@@ -61,7 +61,7 @@ class PerturbationPlan(Checked, PlainAverage):
             proximal_weight=weight,
             distance_to_minimiser=max(tolerances, default=math.inf) / weight if exact else math.inf,
             rounding=self._rounding(run.sent),
-            memoryless=run.method.memoryless,
+            memoryless=run.method.updates_ignore_memory,
         )
 
     def _rounding(self, sent: Mapping[str, Any]) -> float:

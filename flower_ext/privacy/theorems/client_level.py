@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from flower_ext.errors import InvalidValue
@@ -92,7 +91,7 @@ def _against_server(
     """Return the guarantees against a server that sees sums, and one that sees each upload."""
     if mechanism.noised_by_server:
         nothing = replace(claims, assumptions=(), not_covered=())
-        loss = PrivacyLoss(epsilon=math.inf, delta=mechanism.delta, accountant="none")
+        loss = PrivacyLoss.unbounded(mechanism.delta)
         source = "the server adds the noise after it has seen the uploads"
         views = (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD)
         return [nothing.provable(view, loss, source) for view in views]

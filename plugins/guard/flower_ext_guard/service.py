@@ -30,9 +30,9 @@ from flower_ext.privacy import (
     PrivacyUnit,
     SecureNoise,
 )
+from flower_ext.privacy.account_entries import CHARGE
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.shared_ledger import Charge, charge, check_affordable, entries_of
-from flower_ext.privacy.study_composition import CHARGE
 from flower_ext_guard.app_process import answer_of
 from flower_ext_guard.flower_runtime import (
     Disconnected,
@@ -194,6 +194,7 @@ class Guard:
             training=number,
             repeatable=True,  # a pending reply is sent again, never noised again
             unit=PrivacyUnit.CLIENT,
+            population=spend.sampling.population,
             relation=spend.relation,
             epsilon=loss.epsilon,
             delta=loss.delta,

@@ -23,6 +23,9 @@ _SIGNS = {
     "rounds": "T",
     "sampling_rate": "r",
 }
+_LARGEST_DELTA, _SHARE_OF_DELTA = 1e-3, 0.01
+"""The default δ is `_SHARE_OF_DELTA` / N, and at most `_LARGEST_DELTA`: `is_large` never warns of
+it. A mechanism with δ = 1/N may publish all data of one unit, drawn at random from N units."""
 
 
 def calibrate(
@@ -35,7 +38,13 @@ def calibrate(
     noise_multiplier: Annotated[
         float | None, typer.Option(help="σ: stddev of the noise on a round's sum, divided by C.")
     ] = None,
-    delta: Annotated[float | None, typer.Option(help="δ; by default 1/N.")] = None,
+    delta: Annotated[
+        float | None,
+        typer.Option(
+            help="δ; by default 1/(100 N), and at most 0.001: a hundredth of the δ that permits "
+            "publishing all data of one random client or user."
+        ),
+    ] = None,
     sampling_rate: Annotated[
         float | None,
         typer.Option(
@@ -62,7 +71,7 @@ def calibrate(
     to each step's sum.
 
     Example: flower-ext calibrate --population 100 --sampling-rate 0.1 --rounds 60 --epsilon 2. To
-    find the largest number of rounds, give --noise-multiplier 1 in place of --rounds 60.
+    find the largest number of rounds, give --noise-multiplier 2 in place of --rounds 60.
     """
     known = _known_values(
         population,
@@ -71,7 +80,7 @@ def calibrate(
         cohort_size,
         epsilon=epsilon,
         noise_multiplier=noise_multiplier,
-        delta=1 / population if delta is None else delta,
+        delta=min(_LARGEST_DELTA, _SHARE_OF_DELTA / population) if delta is None else delta,
         rounds=rounds,
         sampling_rate=sampling_rate,
     )
