@@ -112,7 +112,7 @@ def within_unit_ball(clients: Sequence[ClientData]) -> list[ClientData]:
 
     Objective perturbation requires features of norm at most 1. The factor of a record depends on
     its own norm alone, so changing one record changes no other. A record that is scaled gets a norm
-    1e-6 below 1, so that rounding cannot raise the norm above 1.
+    slightly below 1, so that rounding cannot raise the norm above 1.
 
     Raises
     ------
@@ -128,7 +128,8 @@ def within_unit_ball(clients: Sequence[ClientData]) -> list[ClientData]:
                 "perturbation needs features of norm at most 1"
             )
         norms = torch.linalg.vector_norm(features.flatten(1).double(), dim=1)
-        divisors = torch.where(norms > 1, norms * (1 + 1e-6), 1.0)
+        margin = max(1e-6, torch.finfo(features.dtype).eps)
+        divisors = torch.where(norms > 1, norms * (1 + margin), 1.0)
         divisors = divisors.view(-1, *[1] * (features.dim() - 1))
         return Examples((features.double() / divisors).to(features.dtype), examples.targets)
 

@@ -310,7 +310,7 @@ class TrainingRound:
         model, state = dict(result[0]), result[1]
         for name, sent in self.run.model.items():
             if name not in model:
-                raise InvalidValue(f"{step}: expected a model with {name!r}")
+                raise InvalidValue(f"{step}: expected a model with the array {name!r}")
             stepped = np.asarray(model[name])
             if stepped.shape != sent.shape or stepped.dtype.kind not in "fiub":
                 raise InvalidValue(

@@ -122,7 +122,7 @@ class LedgerFile:
 
 
 class Reservation:
-    """A reserved release. When its ``with`` block ends, the ledger writes the caller's notes."""
+    """A reserved release. When its ``with`` block ends, the ledger writes its outcome and notes."""
 
     def __init__(self) -> None:
         self.notes: dict[str, Any] = {}

@@ -59,7 +59,9 @@ def decrypt(key: bytes, encrypted: bytes | memoryview, header: bytes) -> bytes:
     try:
         return ChaCha20Poly1305(key).decrypt(nonce, text, header)
     except (InvalidTag, ValueError) as error:
-        raise InvalidValue("encrypted message: expected it as it was encrypted") from error
+        raise InvalidValue(
+            "encrypted message: its bytes, the key or the header differ from the encryption's"
+        ) from error
 
 
 def public_of(private: bytes) -> bytes:

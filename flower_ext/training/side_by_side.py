@@ -91,7 +91,7 @@ Steps = Generator[Training, Any, T]
 
 
 def completed(run: T | Steps[T]) -> Steps[T]:
-    """Return ``run``, or, if it is a generator, yield its trainings and return its result."""
+    """Pass on the trainings of ``run`` and return its result; yield nothing if it is a result."""
     return (yield from run) if isinstance(run, Generator) else run
 
 

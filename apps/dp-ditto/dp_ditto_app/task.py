@@ -1,4 +1,4 @@
-"""The learning problem of the run configuration, with equally many examples per client."""
+"""The learning problem of the run configuration, with equally many training examples per client."""
 
 from collections.abc import Callable
 from functools import cache, lru_cache, partial

@@ -96,7 +96,8 @@ def _torchvision(name: str, weights: Path | None) -> nn.Module:
         ) from error
     if model not in list_models():
         raise InvalidValue(
-            f"backbone={name!r}: expected a name of torchvision.models.list_models()"
+            f"backbone={name!r}: expected torchvision:NAME, with a NAME of "
+            "torchvision.models.list_models()"
         )
     if weights:
         return _loaded(get_model(model, weights=None), name, weights)

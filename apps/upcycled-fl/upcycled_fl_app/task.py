@@ -49,7 +49,7 @@ def data_facts(settings: Settings) -> DevicesInfo:
 
 
 def classes_of(settings: Settings) -> int | None:
-    """Return the configured number of classes; None unless the devices are synthetic."""
+    """Return the configured number of classes; None if it is 0 or devices are not synthetic."""
     synthetic = settings.dataset.startswith("synthetic")
     return settings.classes or None if synthetic else None
 

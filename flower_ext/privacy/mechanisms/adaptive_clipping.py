@@ -194,5 +194,5 @@ class SidedSum(ClippedSum):
         self._adaptive_norm, self._weight = adaptive_norm, weight
 
     def add(self, update: NamedArrays) -> None:
-        """Clip an update, append its side, and add both to the sum."""
+        """Clip an update, append a number that says whether its norm is above C, and add both."""
         super().add(with_side(update, self._adaptive_norm, self._weight))

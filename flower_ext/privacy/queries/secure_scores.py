@@ -27,7 +27,7 @@ ACCURACY: Bounds = (("accuracy", 0.0, 1.0),)
 
 @dataclass(frozen=True, kw_only=True)
 class SecureScores(VectorQuery):
-    """A query for the mean scores over all clients, which each evaluation of a run releases.
+    """A query for clients' mean scores, which each evaluation of a run releases.
 
     Parameters
     ----------
@@ -37,9 +37,9 @@ class SecureScores(VectorQuery):
         Planned number of evaluations.
     bounds : tuple of (str, float, float)
         Names of scores, each with its smallest and its largest value. The client clips values
-        outside this range. A score that a client cannot compute counts as the middle of the range.
-        Scores that are not named here stay on the clients. A loss has no natural bound, so choose
-        one, such as ``("loss", 0.0, 4.0)``.
+        outside this range. A missing score counts as the middle of its range, but a client without
+        any score does not count. Scores that are not named here stay on the clients. A loss has no
+        natural bound, so choose one, such as ``("loss", 0.0, 4.0)``.
 
     Raises
     ------

@@ -171,10 +171,10 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
 
     @abstractmethod
     def _sealed_weights(self, number: int, sender: Sender, choices: bytes) -> ProtocolMessage:
-        """Return ``draw_choices`` sealed weights for each user, of which the silos can open one.
+        """Return ``draw_choices`` sealed weights for each user; the silos can open one of them.
 
-        ``choices`` is the answer of silo 0 to the offer of ``sender``. Under ``winning_choices`` of
-        the sealed weights, the user takes part. Under the others, the user does not.
+        In ``winning_choices`` of these places the user takes part, and in the others not.
+        ``choices`` is the answer of silo 0 to the offer of ``sender``.
         """
 
     @abstractmethod

@@ -179,7 +179,7 @@ def train_groups(
     Parameters
     ----------
     batch_invariant : bool
-        If True, no bit of a model depends on other jobs. If no form promises this for a model,
+        If True, no bit of a model depends on other jobs. If no `Form` promises this for a model,
         its jobs train one by one. If False, a model's rounding depends on the other jobs, and
         unstable training amplifies rounding errors. Set True if a privacy guarantee assumes that
         the data of one job change no other job's model.

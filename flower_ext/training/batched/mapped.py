@@ -218,7 +218,7 @@ class _ForAllModels(torch.autograd.Function):
     @staticmethod
     def forward(compute: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
         raise NotImplementedError(
-            "a layer with the same inputs and weights in all models cannot be computed in a batch"
+            "models cannot train together: a layer has the same inputs and weights in all of them"
         )
 
     @staticmethod

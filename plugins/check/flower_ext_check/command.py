@@ -85,12 +85,15 @@ def check(
         )
         result = in_fork(partial(_verdict_or_reason, request))
         if result is None:
-            raise AppFailed("the app ended the process in which the check ran it")
+            raise AppFailed(
+                "the process in which the check ran the app ended early: the app ended it, it "
+                "crashed, or the system killed it, for example for lack of memory"
+            )
         if log is not None:
             shutil.copyfile(request.log, log)
             log.chmod(0o600)
     if isinstance(result, str):
-        raise AppFailed(result + ("" if log else "; to keep what it printed, add --log FILE"))
+        raise AppFailed(result + ("" if log else "; to keep what the app printed, add --log FILE"))
     if as_json:
         print(json.dumps(result, indent=1, ensure_ascii=False))
     else:

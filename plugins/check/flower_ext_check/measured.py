@@ -20,7 +20,7 @@ from flower_ext_check.second_accountant import second_epsilon
 from flower_ext_check.vectors import HELD_NORM
 
 ERROR_PROBABILITY = 1e-6
-"""Largest probability with which any statistical decision of a check is wrong."""
+"""Largest probability that at least one statistical decision of a check is wrong."""
 _DECISIONS = 100
 """Largest number of such decisions in a check."""
 _SLACK = 1.01

@@ -72,7 +72,7 @@ class Mechanism:
     unmeasured: str = ""
     """The reason why the check cannot measure the noise; "" without such a reason."""
     protects_public_update: bool = True
-    """True if a held run protects a public update in place of each client's own."""
+    """True if the uploads of a held run show the noise, and almost nothing that a client learnt."""
     of_units: bool = False
     """True if an upload is a sum over privacy units, and each unit's part is clipped by itself."""
     rounds_alike: bool = False

@@ -38,7 +38,7 @@ class Observed:
     cohorts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """For each training round, the partitions to which its first batch of messages went.
 
-    The keys are the group ids of the messages, in the order of the rounds.
+    The keys are the group ids of the messages, or ``batch N`` for messages without such an id.
     """
     outside_strategy: set[str] = field(default_factory=set)
     """Kinds of messages that the app sent while no strategy ran the rounds."""

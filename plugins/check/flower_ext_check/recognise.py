@@ -97,7 +97,7 @@ class AppTraits:
 
     @property
     def protects_public_update(self) -> bool:
-        """True if a held run (see `held_run`) protects a public update in each client's place."""
+        """True if uploads of a held run (see `held_run`) show noise, and almost no training."""
         return self.mechanism.protects_public_update or not self.has_task
 
     @property
@@ -132,7 +132,10 @@ class AppTraits:
         )
 
     def flower_epsilon(self, rounds: int, delta: float) -> float | None:
-        """Return ε of ``rounds`` equal to ``flower_release``; it holds if no finding refutes it."""
+        """Return ε of ``rounds`` releases that each equal ``flower_release``; None without it.
+
+        The ε is valid unless a finding refutes it.
+        """
         if self.flower_release is None:
             return None
         return privacy_loss_of({self.flower_release: rounds}, delta=delta).epsilon

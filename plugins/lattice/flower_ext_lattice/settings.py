@@ -262,9 +262,10 @@ class LatticeSettings(PartySettings):
     def _check_noise(self) -> None:
         if self.added_delta > _LARGEST_ADDED_DELTA:
             raise UnsuitableNoise(
-                f"noise_stddev={self.noise_stddev!r} leaves statistical distances of "
-                f"{self.added_delta:.1g} in all: expected at most {_LARGEST_ADDED_DELTA:g}; use "
-                f"more noise, fewer than {self.rounds} rounds, or smaller silo_record_limits"
+                f"noise_stddev={self.noise_stddev!r} does not hide the protocol's own errors: over "
+                f"{self.rounds} rounds they change what the server sees by a statistical distance "
+                f"of {self.added_delta:.1g}, expected at most {_LARGEST_ADDED_DELTA:g}; use more "
+                "noise, fewer rounds, or smaller silo_record_limits"
             )
         if 10 * math.sqrt(self.silos) * self.noise_stddev >= self.sum_limit:
             raise UnsuitableNoise(

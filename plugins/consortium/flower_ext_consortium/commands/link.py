@@ -193,7 +193,10 @@ def _pseudonyms(
         for column in by_date or []
     ]
     if not texts + dates:
-        raise InvalidValue("by: expected --by COLUMN or --by-date COLUMN, once for each column")
+        raise InvalidValue(
+            "by: expected --by COLUMN or --by-date COLUMN; repeat the option for each column of "
+            "the identifier"
+        )
     return Pseudonyms(read_link_key(key), (*texts, *dates))
 
 

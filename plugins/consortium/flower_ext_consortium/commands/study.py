@@ -206,8 +206,7 @@ def study(
             raise InvalidValue(f"stage {stage.name}: {error}") from error
         except LaunchFailed as error:
             raise LaunchFailed(
-                f"stage {stage.name}: {error}. Remove the cause and repeat the command, which "
-                "keeps complete stages"
+                f"stage {stage.name}: {error}. If you repeat the command, it keeps complete stages"
             ) from error
     console.rule(plan.title or file.stem)
     pages = titled_table("Stages", ("stage", "page"))
@@ -286,7 +285,8 @@ def _run(run: PreparedRun, path: Path) -> None:
     directory = RunDirectory.open(path)
     if directory.status != "completed":
         raise LaunchFailed(
-            f"the stage's run ended as {directory.status}; {path / 'report.html'} says why"
+            f"the stage's run ended as {directory.status}; {path / 'report.html'} says why: remove "
+            "the cause and repeat the command"
         )
     _check_released(directory)
 
