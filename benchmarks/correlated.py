@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from itertools import product
 
-from benchmarks.runs import Config, Experiment, last, parser_of
+from benchmarks.runs import Config, Experiment, experiment_parser, last_value
 from flower_ext.files import write_rows
 from flower_ext.privacy import (
     CorrelatedNoise,
@@ -92,7 +92,7 @@ CASES: Mapping[str, Config] = {
 
 def main() -> None:
     """Compute the ratios, run missing runs, and write both tables."""
-    parser = parser_of("correlated", __doc__)
+    parser = experiment_parser("correlated", __doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--datasets", nargs="*", choices=DATA, default=[*DATA])
     parser.add_argument("--epsilons", type=float, nargs="*", default=[2.0])
@@ -116,7 +116,7 @@ def main() -> None:
         seeds = range(11, 11 + arguments.seeds)
         groups = experiment.grouped(cases, seeds, f"{dataset}, ε = {epsilon:g}")
         for name, runs in zip(CASES, groups.values(), strict=True):
-            accuracies = [last(run, "accuracy_mean") for run in runs]
+            accuracies = [last_value(run, "accuracy_mean") for run in runs]
             rows += [
                 (dataset, f"{epsilon:g}", name, str(seed), f"{accuracy:.4f}")
                 for seed, accuracy in zip(seeds, accuracies, strict=True)

@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.runs import Config, Experiment, over_seeds, overrides_of, parser_of, run
+from benchmarks.runs import Config, Experiment, experiment_parser, last_values, parse_overrides, run
 from flower_ext.files import write_whole
 from flower_ext.privacy import AdversaryView, epsilon_text
 from flower_ext.runs import RunDirectory
@@ -68,11 +68,11 @@ HEADER = ("mechanism", "ε", "accuracy", "last norm", "seconds", "MB")
 
 def main() -> None:
     """Run missing runs, one after another, then write the table."""
-    parser = parser_of("mechanisms", __doc__)
+    parser = experiment_parser("mechanisms", __doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("overrides", nargs="*", help="run-config values, name=value")
     arguments = parser.parse_args()
-    overrides = overrides_of(parser, "dp2-fedsam", arguments.overrides)
+    overrides = parse_overrides(parser, "dp2-fedsam", arguments.overrides)
     experiment = Experiment.of(arguments, "dp2-fedsam", DEFAULT | overrides)
     rows = []
     for name, changes in CASES.items():
@@ -114,7 +114,7 @@ def row(name: str, runs: Sequence[tuple[RunDirectory, Mapping[str, float]]]) -> 
         for claim in directory.guarantees()
         if claim.view is AdversaryView.RELEASED_MODELS and claim.basis == "provable"
     )
-    accuracies = over_seeds(directories, "accuracy_mean")
+    accuracies = last_values(directories, "accuracy_mean")
     spread = f" ± {statistics.stdev(accuracies):.3f}" if len(accuracies) > 1 else ""
     seconds, memory = (
         statistics.fmean(usage[name] for _, usage in runs) for name in ("seconds", "megabytes")

@@ -27,9 +27,9 @@ from flwr.app import ArrayRecord
 from torch import nn
 from torch.nn.functional import avg_pool2d
 
-from benchmarks.report.rows import Row, keep, read, where
-from benchmarks.report.tables import private_gains
-from benchmarks.runs import SEARCH_SEED, parser_of
+from benchmarks.report.rows import Row, read_rows, select_rows, store_rows
+from benchmarks.report.tables.sharing import private_gains
+from benchmarks.runs import SEARCH_SEED, experiment_parser
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
 from flower_ext.data import ClientData, Examples, datasets
 from flower_ext.federation import FederatedStrategy, InProcessGrid, Method
@@ -185,7 +185,7 @@ def measured(cell: Cell, halves: tuple[Examples, Examples], seeds: int) -> list[
 
 def main() -> None:
     """Measure the cells that are missing in the output folder; keep the rows of all."""
-    parser = parser_of("sharing", __doc__)
+    parser = experiment_parser("sharing", __doc__)
     parser.add_argument("--dataset", default="mnist", choices=("mnist", "digits"))
     parser.add_argument("--clients", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--examples", type=int, nargs="+", default=[5, 50])
@@ -203,9 +203,9 @@ def main() -> None:
             write_rows(path, COLUMNS, measured(cell, both, arguments.seeds))
             print(path, flush=True)
     files = sorted(folder.glob("*-*-*.csv"))
-    rows = [row for path in files for row in read(path.stem, folder=folder)]
+    rows = [row for path in files for row in read_rows(path.stem, folder=folder)]
     if arguments.dataset == "mnist":
-        keep("sharing", COLUMNS, [[row[name] for name in COLUMNS] for row in rows])
+        store_rows("sharing", COLUMNS, [[row[name] for name in COLUMNS] for row in rows])
         draw(rows, folder)
 
 
@@ -213,10 +213,12 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
     """Draw what sharing at ε = 2 gains over a client alone, by the number of examples a client."""
     lines: dict[str, Line] = {}
     for clients, classes in product(("100", "1000"), ("2", "10")):
-        line = where(rows, clients=clients, classes=classes)
+        line = select_rows(rows, clients=clients, classes=classes)
         sizes = sorted({int(row["examples"]) for row in line})
         if sizes:
-            values = [statistics.mean(private_gains(where(line, examples=n))[1]) for n in sizes]
+            values = [
+                statistics.mean(private_gains(select_rows(line, examples=n))[1]) for n in sizes
+            ]
             lines[f"{clients} clients, {classes} classes each"] = sizes, values
     chart = Chart(
         title="What sharing at ε = 2 gains over a client alone",

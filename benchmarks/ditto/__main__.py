@@ -20,12 +20,12 @@ from dataclasses import replace
 
 from benchmarks.ditto.experiment import DEFAULT, FULL, SETTINGS, WORLDS
 from benchmarks.ditto.figures import FIGURES
-from benchmarks.runs import Experiment, overrides_of, parser_of
+from benchmarks.runs import Experiment, experiment_parser, parse_overrides
 
 
 def main() -> None:
     """Run missing runs, print the table, and write it to ``figure-<n>.md``."""
-    parser = parser_of("dp-ditto", __doc__)
+    parser = experiment_parser("dp-ditto", __doc__)
     parser.add_argument("figure", choices=FIGURES)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, nargs="+", help="every T, of figures with several")
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="the paper's three data sets")
     parser.add_argument("overrides", nargs="*", help="name=value, right after the figure")
     arguments = parser.parse_args()
-    overrides = overrides_of(parser, "dp-ditto", arguments.overrides)
+    overrides = parse_overrides(parser, "dp-ditto", arguments.overrides)
     scale = FULL if arguments.full else DEFAULT
     if arguments.rounds:
         T = tuple(arguments.rounds)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.runs import APPS, Experiment, differences, last, mean_and_error, over_seeds
+from benchmarks.runs import APPS, Experiment, differences, last_value, last_values, mean_and_error
 from benchmarks.uldp.experiment import (
     FIGURES,
     METHODS,
@@ -135,9 +135,9 @@ def _panel(experiment: Experiment, scale: Scale, problem: Problem) -> str:
         rows.append(
             (
                 label,
-                mean_and_std(over_seeds(members, problem.metric)),
+                mean_and_std(last_values(members, problem.metric)),
                 *(_rare_class_over_seeds(members) if unbalanced else ()),
-                mean_and_std(over_seeds(members, "loss_pooled")),
+                mean_and_std(last_values(members, "loss_pooled")),
                 *(_epsilon(members, basis) for basis in ("provable", "published")),
                 settings_text(chosen[label]),
             )
@@ -207,7 +207,9 @@ def _test_examples(dataset: str, folder: str, seed: int) -> Examples:
 
 def _epsilon(runs: Sequence[RunDirectory], basis: str) -> str:
     values = [
-        last(run, f"epsilon_{basis}") for run in runs if run.metrics().series(f"epsilon_{basis}")[0]
+        last_value(run, f"epsilon_{basis}")
+        for run in runs
+        if run.metrics().series(f"epsilon_{basis}")[0]
     ]
     return epsilon_text(max(values)) if values else "none"
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from benchmarks.runs import Experiment, parser_of
+from benchmarks.runs import Experiment, experiment_parser
 from benchmarks.upcycled.experiment import DEFAULT, DEVICES, FULL, METHODS, SETTINGS
 from benchmarks.upcycled.figures import figures
 from benchmarks.upcycled.table1 import accuracies
@@ -25,7 +25,7 @@ PARTS = ("time", "accuracy", "figures")
 
 def main() -> None:
     """Run the requested parts; print and write their tables."""
-    parser = parser_of("upcycled-fl", __doc__)
+    parser = experiment_parser("upcycled-fl", __doc__)
     parser.add_argument("--full", action="store_true", help="the paper's setting")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument(

@@ -9,7 +9,7 @@ from itertools import product
 from types import MappingProxyType
 from typing import NamedTuple
 
-from benchmarks.runs import Config, Experiment, paper
+from benchmarks.runs import Config, Experiment, preset_settings
 from flower_ext.runs import RunDirectory
 
 METHODS = {
@@ -21,7 +21,7 @@ METHODS = {
     "pfedme": "pFedMe",
     "fedyogi": "FedYogi",
 }
-SETTINGS = paper("upcycled-fl", "upcycled-table1-syniid") | {"noise-stddev": 1.0}
+SETTINGS = preset_settings("upcycled-fl", "upcycled-table1-syniid") | {"noise-stddev": 1.0}
 """The paper's settings of Table 1 on Syn(iid); tables and figures change data and stragglers."""
 PARAMETERS: dict[str, tuple[str, tuple[float, ...]]] = {
     "fedavgm": ("server-momentum", (0.3, 0.5, 0.9)),
@@ -136,7 +136,7 @@ def table_config(dataset: str, method: str, straggler_ratio: float) -> Config:
     """Return the paper's settings of a method in Table 1 or, with 30 % stragglers, Table 3."""
     table = 3 if straggler_ratio == 0.3 else 1
     name = f"upcycled-table{table}-{SYNTHETIC.get(dataset, 'syniid')}"
-    settings = paper("upcycled-fl", name, method=method)
+    settings = preset_settings("upcycled-fl", name, method=method)
     changes: Config = {
         "dataset": dataset,
         "clients": DEVICES[dataset],
@@ -150,7 +150,7 @@ def evaluations(visible_rounds: int) -> int:
     return max(2, visible_rounds // 10 // 2 * 2)
 
 
-def late(run: RunDirectory, metric: str) -> float:
+def mean_of_last_evaluations(run: RunDirectory, metric: str) -> float:
     """Return the mean of the last three evaluations, which varies less than the very last one.
 
     It is NaN if training diverged so far that no score was finite.
@@ -203,7 +203,7 @@ def search(
         length = in_rounds({"upcycled": upcycled}, rounds[upcycled])
         chosen = experiment.best(
             {f"{name}-{upcycled:d}": tried for name, tried in trials.items()},
-            lambda run: sign * late(run, metric),
+            lambda run: sign * mean_of_last_evaluations(run, metric),
             "upcycled" if upcycled else "plain",
             fixed={f"{name}-{upcycled:d}": {**pairs[name], **length} for name in pairs},
         )

@@ -11,15 +11,15 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from benchmarks.report.rows import keep
-from benchmarks.runs import Experiment, differences, over_seeds, standard_error
+from benchmarks.report.rows import store_rows
+from benchmarks.runs import Experiment, differences, last_values, standard_error
 from benchmarks.upcycled.experiment import (
     METHODS,
     PARAMETERS,
     SYNTHETIC,
     Scale,
     in_rounds,
-    late,
+    mean_of_last_evaluations,
     search,
     table_config,
 )
@@ -123,7 +123,7 @@ def accuracies(experiment: Experiment, scale: Scale, straggler_ratio: float) -> 
     draw(folder / "differences.svg", pairs)
     if scale.joint_search:  # else upcycled methods ran at one learning rate alone
         searched = experiment.folder / "runs" / "search" / name
-        keep(f"upcycled-fl-by-rate-{straggler_ratio:g}", *by_rate(searched))
+        store_rows(f"upcycled-fl-by-rate-{straggler_ratio:g}", *by_rate(searched))
     title = f"# {straggler_ratio:.0%} stragglers, {rounds[0]} training rounds"
     experiment.write(name, title, *written(pairs))
 
@@ -137,7 +137,7 @@ def by_rate(searched: Path) -> tuple[list[str], list[list[str]]]:
     scores: dict[tuple[float, str, str, bool], list[float]] = {}
     for path in searched.glob("*/run.json"):
         run = RunDirectory.open(path.parent)
-        score = late(run, ACCURACY) if run.status == "completed" else math.nan
+        score = mean_of_last_evaluations(run, ACCURACY) if run.status == "completed" else math.nan
         if math.isfinite(score):
             c = run.config
             key = (float(c["learning-rate"]), c["dataset"], c["method"], bool(c["upcycled"]))
@@ -200,7 +200,7 @@ def written(pairs: Sequence[Pair]) -> tuple[str, str]:
 
 def percent(runs: Sequence[RunDirectory]) -> str:
     """Return accuracies in per cent, as the paper has them."""
-    return mean_and_std([100 * value for value in over_seeds(runs, ACCURACY)], digits=2)
+    return mean_and_std([100 * value for value in last_values(runs, ACCURACY)], digits=2)
 
 
 def draw(path: Path, pairs: Sequence[Pair]) -> None:

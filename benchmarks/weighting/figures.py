@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 
-from benchmarks.report.rows import keep
-from benchmarks.runs import APPS, Experiment, parser_of
+from benchmarks.report.rows import store_rows
+from benchmarks.runs import APPS, Experiment, experiment_parser
 from benchmarks.weighting.dialogue import timed
 from benchmarks.weighting.lattice_round import round_cost
 from benchmarks.weighting.paillier import BASE, Parties
@@ -35,14 +35,14 @@ Row = Sequence[object]
 
 def main() -> None:
     """Measure both figures, write their tables and keep their rows."""
-    arguments = parser_of("weighting-figures", __doc__).parse_args()
+    arguments = experiment_parser("weighting-figures", __doc__).parse_args()
     logging.getLogger("flwr").setLevel(logging.ERROR)
     experiment = Experiment.of(arguments, "uldp-fl", {"distribution": "zipf"})
     header, rows = runs(experiment)
-    keep("uldp-fl-figure-11", header, rows)
+    store_rows("uldp-fl-figure-11", header, rows)
     experiment.write("figure-11", "# Figure 11", table(header, rows))
     header, rows = growth()
-    keep("uldp-fl-figure-12", header, rows)
+    store_rows("uldp-fl-figure-12", header, rows)
     experiment.write("figure-12", "# Figure 12", table(header, rows))
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from benchmarks.report.tables import private_gains
+from benchmarks.report.tables.sharing import private_gains
 from benchmarks.sharing import DELTA, EPSILON, Cell, accuracy, dealt, halves
 
 
