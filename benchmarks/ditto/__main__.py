@@ -4,14 +4,16 @@
     python -m benchmarks dp-ditto planner --data-folder DATA --output RESULTS
     python -m benchmarks dp-ditto provable --data-folder DATA --output RESULTS
 
-The default is 20 clients of two classes with 1,000 training records each, and three seeds. It takes
-some minutes per figure and data set on two cores; ``--worlds cifar10-lenet`` takes half an hour.
-Every method of Figures 3 and 4 runs at the best of three learning rates, the same three for all.
-``planner`` compares the T* of Theorem 1, from a pilot run, with a sweep. ``provable`` is not in the
-paper: its noise is in the local steps, for a provable ε of 10. ``--full`` takes the paper's
-networks, 2,500 records and more T. The noise is what Eqn 8 asks for at the figure's ε. Any other
-run-config value of the app can be overridden as ``name=value``. Finished runs in the output folder
-are kept.
+The default is 20 clients of two classes with 1,000 training records each, and three seeds. A figure
+takes some minutes per data set on two cores; ``--worlds cifar10-lenet`` takes half an hour. Every
+method of Figures 3 and 4 runs at the best of the same three learning rates. The noise is what Eqn 8
+requires for the figure's ε. ``--full`` takes the paper's networks, 2,500 records and more T.
+
+``planner`` compares the T* of Theorem 1, from a pilot run, with a sweep over T. ``provable`` is not
+in the paper: clients noise their local steps, for a provable ε of 10.
+
+Any other run-config value of the app can be overridden as ``name=value``. Finished runs in the
+output folder are kept.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ SETTINGS = preset_settings("dp-ditto", "ditto-fig3-mnist-dnn") | {
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Part of the paper's experiments that is run.
+    """The part of the paper's experiments to run.
 
     Parameters
     ----------

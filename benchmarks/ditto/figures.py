@@ -36,8 +36,8 @@ Sweep = Mapping[str, Mapping[int, Sequence[RunDirectory]]]
 def figure_2(experiment: Experiment, scale: Scale) -> str:
     """Draw h(T, λ) and the line below it: softmax regression on MNIST, ε = 100, λ = 0.1.
 
-    The paper prints no constants of its losses. Those of a pilot run are taken; at the paper's
-    learning rate of 0.005, and at larger ones, of which the bound needs some to fall at all.
+    The paper does not print the constants of its losses, so they come from a pilot run. The figure
+    has the paper's learning rate of 0.005 and 0.1, because the bound falls only at larger rates.
     """
     weight, most = 0.1, 1000
     candidates = np.arange(1, most + 1)

@@ -20,8 +20,9 @@ from benchmarks.uldp.budgets import budgets
 from benchmarks.uldp.experiment import DEFAULT, FULL, METHODS, SETTINGS, Scale
 from benchmarks.uldp.experiment import FIGURES as DATASETS
 from benchmarks.uldp.groups import group_conversion
+from benchmarks.uldp.problems import PROBLEMS, all_panels
 from benchmarks.uldp.sampling import sampling_rates
-from benchmarks.uldp.utility import PROBLEMS, all_panels, utility
+from benchmarks.uldp.utility import utility
 from benchmarks.uldp.weighting import weighting
 
 FIGURES: Mapping[int, Callable[[Experiment, Scale], str]] = {

@@ -13,7 +13,7 @@ from benchmarks.uldp.experiment import (
     problem_settings,
     settings_text,
 )
-from benchmarks.uldp.utility import CREDITCARD, MNIST
+from benchmarks.uldp.problems import CREDITCARD, MNIST
 from flower_ext.privacy import epsilon_text
 from flower_ext.runs.comparison import mean_and_std
 from flower_ext.runs.page import table

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from benchmarks.runs import Experiment, differences, last_values
 from benchmarks.uldp.experiment import Problem, Scale, choose, run_methods, search_text
-from benchmarks.uldp.utility import CREDITCARD
+from benchmarks.uldp.problems import CREDITCARD
 from flower_ext.runs.comparison import mean_and_std
 from flower_ext.runs.page import table
 

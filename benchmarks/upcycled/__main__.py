@@ -2,11 +2,12 @@
 
     python -m benchmarks upcycled-fl --data-folder DATA --output RESULTS
 
-The default takes 20 minutes on two cores: Table 1 on the four synthetic sets with 30 training
-rounds and a small grid, Table 5, and Figures 3 and 4 for some methods. ``--full`` is the paper's
-setting: 80 training rounds, Table 3, the whole grid, all methods. ``--datasets letters`` has a data
-set of our own in place of FEMNIST. Without a data folder the synthetic devices are generated, with
-10 classes. Finished runs in the output folder are kept, so an interrupted benchmark continues.
+By default, the benchmark makes Table 1 on the four synthetic sets with 30 training rounds and a
+small grid, Table 5, and Figures 3 and 4 for some methods. This takes 20 minutes on two cores.
+``--full`` takes the paper's setting: 80 training rounds, Table 3, the whole grid and all methods.
+``--datasets letters`` takes a data set of this project in place of FEMNIST. Without a data folder,
+the synthetic devices are generated, with 10 classes. Finished runs in the output folder are kept,
+so an interrupted benchmark continues.
 """
 
 from __future__ import annotations
