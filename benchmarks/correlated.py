@@ -1,9 +1,9 @@
-"""Correlated noise with known cohorts against Poisson sampling with secret ones, at equal ε.
+"""Compare correlated noise in known cohorts with Poisson sampling in secret ones, at equal ε.
 
     python -m benchmarks correlated --data-folder DATA --output RESULTS
 
-``correlated-ratios.csv`` has the error of the models with correlated noise, divided by that with
-Poisson sampling. A ratio below 1 means that correlated noise has less noise. ``correlated.csv`` has
+``correlated-ratios.csv`` has the error that correlated noise gives the models, divided by the error
+that Poisson sampling gives. Below 1, correlated noise is better. ``correlated.csv`` has
 the accuracy of every run. Finished runs in the output folder are kept. On CIFAR-10, clients train
 a linear head on a pretrained network's features, which are computed once, in a quarter of an hour.
 """
@@ -151,8 +151,8 @@ def ratios(clients: int, size: int, rounds: int, delta: float) -> Iterator[tuple
         correlated = matrix.model_error(rounds, momentum=momentum) * matrix.sensitivity(**limits)
         independent = StrategyMatrix().model_error(rounds, momentum=momentum)
         values = [
-            f"{other * correlated / (one * independent):.2f}"
-            for one, other in zip(poisson, spaced, strict=True)
+            f"{spaced_noise * correlated / (poisson_noise * independent):.2f}"
+            for poisson_noise, spaced_noise in zip(poisson, spaced, strict=True)
         ]
         yield (str(clients), str(size), str(rounds), f"{momentum:g}", *values)
 

@@ -80,12 +80,12 @@ def main() -> None:
             experiment.config(f"{name}-{seed}", changes, {"seed": seed})
             for seed in range(1, arguments.seeds + 1)
         ]
-        rows.append(row(name, list(measured(experiment.app, configs))))
+        rows.append(row(name, list(measured_runs(experiment.app, configs))))
         print(" · ".join(rows[-1]), flush=True)
     experiment.write("mechanisms", table(HEADER, rows))
 
 
-def measured(
+def measured_runs(
     app: Path, configs: Iterable[Config]
 ) -> Iterator[tuple[RunDirectory, Mapping[str, float]]]:
     """Yield each run with the seconds and megabytes that its process used."""
@@ -97,11 +97,11 @@ def measured(
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
                 process.submit(run, app, config).result()
                 usage = process.submit(resource.getrusage, resource.RUSAGE_SELF).result()
-            used = {
+            resources = {
                 "seconds": usage.ru_utime + usage.ru_stime,
                 "megabytes": usage.ru_maxrss * 1024 / 1e6,
             }
-            write_whole(file, json.dumps(used).encode(), private=False)
+            write_whole(file, json.dumps(resources).encode(), private=False)
         yield RunDirectory.open(path), json.loads(file.read_text())
 
 

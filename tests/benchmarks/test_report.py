@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.report.pages import names, pages, with_tables
+from benchmarks.report.pages import pages, table_names, with_tables
 from benchmarks.report.rows import (
     COLUMNS,
     collect,
@@ -35,15 +35,15 @@ def test_a_page_has_the_tables_that_its_rows_make(page):
 
 
 def test_every_table_is_on_one_page_at_most():
-    shown = [name for page in pages() for name in names(page.read_text(encoding="utf-8"))]
+    shown = [name for page in pages() for name in table_names(page.read_text(encoding="utf-8"))]
     assert len(shown) == len(set(shown)) > 0
     assert set(shown) <= set(TABLES)
 
 
 def test_a_changed_row_changes_its_page(tmp_path, monkeypatch):
-    page = next(page for page in pages() if names(page.read_text(encoding="utf-8")))
+    page = next(page for page in pages() if table_names(page.read_text(encoding="utf-8")))
     text = page.read_text(encoding="utf-8")
-    name = names(text)[0]
+    name = table_names(text)[0]
     monkeypatch.setitem(TABLES, name, lambda: "| another |")
     assert with_tables(text) != text
 
