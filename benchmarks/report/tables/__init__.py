@@ -7,6 +7,8 @@ from functools import partial
 
 from benchmarks.report.tables import ditto, sharing, uldp, upcycled
 from benchmarks.report.tables.cells import stored_table
+from benchmarks.upcycled.experiment import SYNTHETIC
+from benchmarks.upcycled.table1 import PAPER
 
 # Metrics of DP-Ditto, and the digits that a table shows of them.
 _LOSS = {"training_loss_mean": 3}
@@ -28,10 +30,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "upcycled-table-3": partial(upcycled.accuracy_table, 0.3),
     **{
         f"upcycled-by-rate-{r:g}": partial(stored_table, f"upcycled-fl-by-rate-{r:g}")
-        for r in upcycled.PAPER
+        for r in PAPER
     },
-    "upcycled-figure-5": partial(upcycled.losses_table, 0.9, tuple(upcycled.SYNTHETIC)),
-    "upcycled-figure-6": partial(upcycled.losses_table, 0.3, tuple(upcycled.SYNTHETIC)),
+    "upcycled-figure-5": partial(upcycled.losses_table, 0.9, tuple(SYNTHETIC)),
+    "upcycled-figure-6": partial(upcycled.losses_table, 0.3, tuple(SYNTHETIC)),
     "upcycled-figure-3-tau-2": partial(upcycled.private_table, "output-2"),
     "upcycled-figure-3-tau-4": partial(upcycled.private_table, "output-4"),
     "upcycled-figure-4": partial(upcycled.private_table, "objective"),
