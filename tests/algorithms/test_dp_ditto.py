@@ -189,9 +189,6 @@ def test_the_methods_differ_from_one_another_and_each_from_itself_with_noise():
                 assert not torch.allclose(finals[one], finals[other], atol=1e-3), (one, other)
 
 
-# Ditto's two ends ---------------------------------------------------------------------------------
-
-
 def ditto(weight, rate=0.2):
     training = LocalTraining(epochs=1, batch_size=8, learning_rate=rate)
     strategy = FederatedStrategy(

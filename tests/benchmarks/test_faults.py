@@ -67,9 +67,6 @@ def test_no_byte_of_personal_parameters_is_in_any_message(name):
     assert found.wire_bytes > 10_000
 
 
-# The command --------------------------------------------------------------------------------------
-
-
 def run_command(capsys, output, *, only, **options):
     with pytest.raises(SystemExit) as ended:
         command.main(output=output, only=only, **options)
@@ -127,9 +124,6 @@ def test_an_interrupt_leaves_the_parts_that_have_ended(monkeypatch, tmp_path):
     written = (tmp_path / "faults.md").read_text(encoding="utf-8")
     assert "## Personal parameters on the wire" in written
     assert "all kept" not in written
-
-
-# The referee --------------------------------------------------------------------------------------
 
 
 def test_the_referee_sees_a_reply_that_should_not_count(monkeypatch):

@@ -58,8 +58,6 @@ def test_most_pages_with_code_are_run():
     assert len(WITH_BLOCKS) > 15
 
 
-# Commands ---------------------------------------------------------------------------------------
-
 SHELL = ("", "bash", "sh", "console")
 EVERY = [
     (block, command)

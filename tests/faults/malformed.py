@@ -48,9 +48,6 @@ def malformed(
     return name, changed
 
 
-# Arrays ----------------------------------------------------------------------------------------
-
-
 def npy(values: np.ndarray, *, allow_pickle: bool = False) -> bytes:
     """Return an array as NumPy writes it."""
     file = BytesIO()
@@ -168,9 +165,6 @@ def in_array(
     return mutation
 
 
-# Records ---------------------------------------------------------------------------------------
-
-
 def without_record(record: str) -> Mutation:
     def mutation(message: Message, rng: np.random.Generator) -> None:
         del message.content[record]
@@ -246,9 +240,6 @@ METRICS: dict[str, Mutation] = {
 }
 
 
-# Envelopes -------------------------------------------------------------------------------------
-
-
 def _set(field: str, values: Callable[[Message, np.random.Generator], Any]) -> Mutation:
     def mutation(message: Message, rng: np.random.Generator) -> None:
         message.metadata.__dict__[field] = values(message, rng)
@@ -299,9 +290,6 @@ EVALUATE: dict[str, Mutation] = {
 
 ANSWER: dict[str, Mutation] = {**of_record(records.ANSWER, floats=False), **ENVELOPE}
 """Faults of an answer to a question."""
-
-
-# Requests --------------------------------------------------------------------------------------
 
 
 def fact(name: str, values: Iterable[Any]) -> Mutation:

@@ -214,9 +214,6 @@ def test_clients_lost_while_they_evaluate_leave_the_mean_of_the_others():
     assert result.evaluate_metrics_clientapp[1]["scored_clients"] == pytest.approx(6, abs=0.05)
 
 
-# What one client's data can do ------------------------------------------------------------------
-
-
 def with_test(change):
     """The task whose client 2 has its test examples changed."""
     own = task()
@@ -268,9 +265,6 @@ def test_an_evaluation_that_fails_on_a_clients_data_sends_an_empty_part(monkeypa
     assert 1 not in result.evaluate_metrics_clientapp  # the noised count is below 1
     # As for trainings, only a traceback may hold a record, in the client's own log.
     assert not any("of a record" in record.getMessage() for record in logged.records)
-
-
-# When it goes on --------------------------------------------------------------------------------
 
 
 def test_an_unfinished_evaluation_counts_when_the_run_resumes(tmp_path):

@@ -105,8 +105,6 @@ ALL = METHODS | {
 }
 
 
-# Records of anything ------------------------------------------------------------------------------
-
 NAMES = st.sampled_from(["w", "b", HISTOGRAM, "sum", "round", "lost", ""]) | st.text(max_size=3)
 DTYPES = (
     arrays_of.floating_dtypes() | arrays_of.integer_dtypes() | arrays_of.complex_number_dtypes()
@@ -214,9 +212,6 @@ def test_an_identity_of_anything_is_no_roster_but_the_right_one(content, copies)
     except FederationNotReady:
         return
     assert roster.nodes == {0: 1_000, 1: 1_001, 2: 1_002}
-
-
-# What was well-formed before ----------------------------------------------------------------------
 
 
 @cache
@@ -328,9 +323,6 @@ def test_a_packed_reply_of_anything_costs_the_clients_of_its_node_alone(content)
     moved, _ = strategy.aggregate_train(1, virtual.send_and_receive(asked))
     assert moved is not None
     assert strategy.run.progress.row["answered"] == CLIENTS // 2
-
-
-# Clients ------------------------------------------------------------------------------------------
 
 
 @cache

@@ -361,9 +361,6 @@ def test_adaptive_modules_the_model_lacks_end_the_run_at_once(adaptive):
     assert grid.sent == []
 
 
-# Messages to one client ---------------------------------------------------------------------------
-
-
 def test_bytes_are_those_of_what_each_method_sends():
     """FedAMP sends one model per client, APPLE as many as there are clients; all upload one."""
     down, up = {}, {}

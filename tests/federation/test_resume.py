@@ -302,8 +302,6 @@ def test_a_ledger_that_lacks_releases_ends_a_run_that_would_go_on(tmp_path, kept
     assert "The ledger lacks" in (run.path / "report.md").read_text(encoding="utf-8")
 
 
-# Budgets -----------------------------------------------------------------------------------
-
 FIXED = FixedSizeSampling(population=CLIENTS, size=2)
 PLANS = {
     "release": (DPFedAvg, plan(), {}),
@@ -402,9 +400,6 @@ def test_a_budget_at_another_delta_or_without_privacy_is_refused():
             NonPrivatePlan(sampling=FullParticipation(CLIENTS)),
             budget=Budget(epsilon=1.0, delta=0.1),
         )
-
-
-# A full disk -------------------------------------------------------------------------------
 
 
 def _play_on_a_full_disk(folder, size, failure):

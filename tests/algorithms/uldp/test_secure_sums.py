@@ -80,9 +80,6 @@ def noise_of(strategy, answered=range(SILOS)):
     return {name: array * own.masked.cell for name, array in total.items()}
 
 
-# The sum ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("make", "sampling"),
     [pytest.param(*m.values, FullParticipation(USERS), id=m.id) for m in METHODS]
@@ -186,9 +183,6 @@ def cells_with_weights_of_all(data, number):
         return cells_of(data)[0][number]
 
 
-# Silos that are lost ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("make", [METHODS[0], METHODS[4]])
 def test_where_none_may_be_lost_a_lost_silo_discards_the_round(make, logged):
     strategy = make(plan=secure(), **COMMON)
@@ -247,9 +241,6 @@ def test_nothing_but_a_masked_sum_leaves_a_silo_in_training(make):
     assert stats.chisquare(counts).pvalue > 1e-10
 
 
-# What is promised ---------------------------------------------------------------------------------
-
-
 def by_view(strategy, basis="provable"):
     return {one.view: one for one in strategy.guarantees() if one.basis == basis}
 
@@ -297,9 +288,6 @@ def test_with_weights_by_records_histograms_stay_listed_as_not_covered():
     run(strategy)
     shown = by_view(strategy)[AdversaryView.SUM_ONLY].not_covered
     assert any("the silos tell the server" in text for text in shown)
-
-
-# What is refused ----------------------------------------------------------------------------------
 
 
 def test_what_has_no_secure_sum_over_silos_is_refused_by_name():

@@ -2,29 +2,15 @@
 
 import os
 import stat
-import subprocess
-import sys
 
 import pytest
 import torch
-from flwr.app import Context, RecordDict
 
-from flower_ext.errors import ProtocolError
 from flower_ext.federation import ClientMemory
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.state.folder import Damaged
 from flower_ext.federation.state.memory import ClientVault
-
-
-def context(run_config=None, **node_config) -> Context:
-    facts = {"partition-id": 2, **{n.replace("_", "-"): v for n, v in node_config.items()}}
-    return Context(
-        run_id=7, node_id=3, node_config=facts, state=RecordDict(), run_config=run_config or {}
-    )
-
-
-def params(value: float) -> dict[str, torch.Tensor]:
-    return {"b": torch.full((3,), value), "a": torch.tensor(value, dtype=torch.float64)}
+from tests.support.client_memory import _full, context, params
 
 
 def key_file(folder, content=b"k" * 32, mode=0o600):
@@ -32,9 +18,6 @@ def key_file(folder, content=b"k" * 32, mode=0o600):
     file.write_bytes(content)
     file.chmod(mode)
     return str(file)
-
-
-# Memory ------------------------------------------------------------------------------------
 
 
 def test_memory_outlives_the_context_in_a_folder_that_the_owner_names(tmp_path):
@@ -200,98 +183,3 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path, monkeypatch):
         memory.store(params(2.0), 2)
     assert memory.newest() == 1
     assert float(memory.load()["a"]) == 1.0
-
-
-def _full(descriptor):
-    raise OSError("disk is full")
-
-
-# The vault ---------------------------------------------------------------------------------
-
-
-def test_a_vault_holds_what_was_stored_last_for_one_method():
-    kept = context()
-    assert ClientVault(kept, "one").load() is None
-    ClientVault(kept, "one").store(b"first")
-    ClientVault(kept, "one").store(b"second")
-    assert ClientVault(kept, "one").load() == b"second"
-    assert ClientVault(kept, "other").load() is None
-
-
-def test_with_a_folder_a_vault_outlives_the_context(tmp_path):
-    folder = str(tmp_path / "made" / "here")
-    ClientVault(context(state_folder=folder), "one").store(b"secret")
-    assert ClientVault(context(state_folder=folder), "one").load() == b"secret"
-
-
-def test_a_folder_is_ahead_of_a_context_that_was_not_handed_on(tmp_path):
-    kept = context(state_folder=str(tmp_path))
-    ClientVault(kept, "one").store(b"round 1")
-    ClientVault(context(state_folder=str(tmp_path)), "one").store(b"round 2")
-    assert ClientVault(kept, "one").load() == b"round 2"
-
-
-def test_what_cannot_be_written_is_not_kept_in_the_context_either(tmp_path, monkeypatch):
-    kept = context(state_folder=str(tmp_path))
-    ClientVault(kept, "one").store(b"round 1")
-    monkeypatch.setattr(os, "fsync", _full)
-    with pytest.raises(OSError, match="disk is full"):
-        ClientVault(kept, "one").store(b"round 2")
-    assert ClientVault(kept, "one").load() == b"round 1"
-    assert ClientVault(context(), "one").load() is None
-
-
-def test_of_two_outcomes_of_one_stored_state_the_second_is_refused(tmp_path):
-    folder = str(tmp_path)
-    ClientVault(context(state_folder=folder), "one").store(b"shared")
-    first, second = (ClientVault(context(state_folder=folder), "one") for _ in range(2))
-    assert first.load() == second.load() == b"shared"
-    first.store(b"masked by the first")
-    with pytest.raises(ProtocolError, match="state changed while it answered"):
-        second.store(b"masked by the second")
-    first.store(b"unmasked by the first")
-    assert second.load() == b"unmasked by the first"
-    second.store(b"the next")
-
-
-def test_of_two_first_outcomes_the_second_is_refused(tmp_path):
-    first, second = (ClientVault(context(state_folder=str(tmp_path)), "one") for _ in range(2))
-    assert first.load() is second.load() is None
-    first.store(b"keys of the first")
-    with pytest.raises(ProtocolError, match="state changed"):
-        second.store(b"keys of the second")
-
-
-def test_secrets_are_in_a_separate_folder_that_backups_can_omit(tmp_path):
-    kept = context(state_folder=str(tmp_path))
-    ClientMemory(kept, "one", "run").store(params(1.0), 1)
-    ClientVault(kept, "one").store(b"secret")
-    holding = [p for p in tmp_path.rglob("*") if p.is_file() and b"secret" in p.read_bytes()]
-    assert {file.parent for file in holding} == {tmp_path / "secrets"}
-
-
-def test_secrets_of_runs_that_ended_long_ago_are_removed_when_another_begins(tmp_path):
-    old, under_way = (
-        Context(run_id=n, node_id=3, node_config=facts, state=RecordDict(), run_config={})
-        for n, facts in ((1, {"state-folder": str(tmp_path)}), (2, {"state-folder": str(tmp_path)}))
-    )
-    for kept in (old, under_way):
-        ClientVault(kept, "one").store(b"secret")
-    (file,) = (tmp_path / "secrets").glob("1-*.secret")
-    os.utime(file, (0, 0))
-    new = ClientVault(context(state_folder=str(tmp_path)), "one")
-    new.store(b"keys")
-    assert ClientVault(old, "one").load() == b"secret"  # in its context, which is the process's
-    assert sorted(f.name[:2] for f in (tmp_path / "secrets").glob("*.secret")) == ["2-", "7-"]
-
-
-def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
-    kept = context(state_folder=str(tmp_path))
-    ClientVault(kept, "one").store(b"first")
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    (tmp_path / "secrets" / f".7-3-one.secret.{dead.pid}-00.draft").write_bytes(b"half a secr")
-    (tmp_path / "secrets" / f".7-3-one.secret.{os.getpid()}-00.draft").write_bytes(b"at work")
-    ClientVault(kept, "one").store(b"second")
-    (left,) = (tmp_path / "secrets").glob(".*.draft")
-    assert left.read_bytes() == b"at work"

@@ -82,9 +82,6 @@ def test_a_silo_names_what_is_wrong_with_a_message(arrays, said, first_step):
     assert stored is None
 
 
-# Contributions -----------------------------------------------------------------------------------
-
-
 COUNTS = np.array([[1, 2, 0, 3], [2, 0, 1, 1], [0, 0, 0, 4]])
 
 

@@ -85,9 +85,6 @@ def test_a_sum_of_other_names_or_shapes_is_no_model():
         out_of_cells({**whole, "a": whole["a"].ravel()}, 1.0, like)
 
 
-# Rows: one a user ---------------------------------------------------------------------------------
-
-
 def rows_of(norms, dimension=700, seed=2):
     drawn = np.random.default_rng(seed).standard_normal((len(norms), dimension))
     drawn *= (np.asarray(norms) / np.linalg.norm(drawn, axis=1))[:, None]
