@@ -1,3 +1,5 @@
+"""SCAFFOLD's control variates, also with momentum, lost replies, resumed runs and perturbation."""
+
 import numpy as np
 import pytest
 import torch

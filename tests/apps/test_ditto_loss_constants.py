@@ -1,3 +1,5 @@
+"""Estimated constants of DP-Ditto's losses err to the safe side."""
+
 import math
 import tomllib
 from dataclasses import asdict

@@ -1,3 +1,5 @@
+"""The pilot run of DP-Ditto's planner is plain gradient descent."""
+
 import numpy as np
 import pytest
 import torch

@@ -1,3 +1,5 @@
+"""Allocations of records to users and silos have the distributions that Uldp-FL describes."""
+
 import numpy as np
 import pytest
 import torch

@@ -1,3 +1,5 @@
+"""Allocations of records to users where the data set itself has silos."""
+
 import numpy as np
 import pytest
 from hypothesis import given, settings

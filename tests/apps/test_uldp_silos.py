@@ -1,3 +1,5 @@
+"""The silos of each data set of Uldp-FL, as the app loads them."""
+
 import math
 import struct
 from itertools import product

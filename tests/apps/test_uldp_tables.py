@@ -1,3 +1,5 @@
+"""The tables of Uldp-FL's data sets are read, split and scaled as described."""
+
 import csv
 import gzip
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""The devices of each data set of Upcycled-FL, from files or generated."""
+
 from pathlib import Path
 
 import numpy as np

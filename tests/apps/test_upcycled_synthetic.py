@@ -1,3 +1,5 @@
+"""Generated devices have the sizes and distributions of Upcycled-FL's synthetic data."""
+
 import numpy as np
 import pytest
 import torch

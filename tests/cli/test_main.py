@@ -1,3 +1,5 @@
+"""The commands of flower-ext: what they accept, print and refuse."""
+
 import ast
 import os
 import subprocess

@@ -1,3 +1,5 @@
+"""Examples keep features and targets together."""
+
 import dataclasses
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Partitions of examples among clients, and splits into training and test parts."""
+
 import numpy as np
 import pytest
 

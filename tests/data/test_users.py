@@ -1,3 +1,5 @@
+"""Limits on the records of each user, and a silo's examples by user."""
+
 import numpy as np
 import pytest
 import torch

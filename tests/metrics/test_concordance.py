@@ -1,3 +1,5 @@
+"""The concordance index equals a plain count of pairs."""
+
 import math
 
 import pytest

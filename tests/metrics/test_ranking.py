@@ -1,3 +1,5 @@
+"""ROC-AUC and average precision equal plain counts."""
+
 import math
 
 import pytest

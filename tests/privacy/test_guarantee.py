@@ -1,3 +1,5 @@
+"""Guarantees name all that they need, survive JSON, and never promise too much."""
+
 import json
 import math
 from dataclasses import replace

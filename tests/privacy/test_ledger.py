@@ -1,3 +1,5 @@
+"""A ledger records each release before it is made, and stops at its budget."""
+
 import dataclasses
 import json
 import multiprocessing

@@ -1,3 +1,5 @@
+"""A ledger that several runs share composes all their releases."""
+
 import json
 import math
 import multiprocessing

@@ -1,3 +1,5 @@
+"""Comparisons of runs: one row for each method, over its seeds."""
+
 from dataclasses import replace
 
 import pytest

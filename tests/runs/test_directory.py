@@ -1,3 +1,5 @@
+"""A run directory keeps what a run writes, and overwrites nothing."""
+
 import json
 import os
 import subprocess

@@ -1,3 +1,5 @@
+"""Figures have their numbers beside them, and draw only what was measured."""
+
 import csv
 import re
 

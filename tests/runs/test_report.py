@@ -1,3 +1,5 @@
+"""The report of a run states its guarantees, its quality, and what limits them."""
+
 import csv
 import html
 import os

@@ -1,3 +1,5 @@
+"""Local training equals a plain loop of PyTorch, for each of its options."""
+
 import math
 from contextlib import nullcontext
 from copy import deepcopy

@@ -1,3 +1,5 @@
+"""Newton's method finds the minimiser of a local problem to its tolerance."""
+
 import math
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Patterns name parameters by their modules."""
+
 import pytest
 
 from flower_ext.training.params import matches, require_modules

@@ -1,3 +1,5 @@
+"""Measurements of spread reject wrong values, and vectors are split along a public direction."""
+
 import numpy as np
 import pytest
 

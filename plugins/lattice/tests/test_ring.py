@@ -1,3 +1,5 @@
+"""Arithmetic in the ring is exact: it equals that of Python's integers."""
+
 import hashlib
 import random
 from fractions import Fraction

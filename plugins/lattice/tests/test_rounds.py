@@ -1,3 +1,5 @@
+"""Rounds of private weighting over ring-LWE give the plain weighted sum."""
+
 import dataclasses
 import hashlib
 import itertools

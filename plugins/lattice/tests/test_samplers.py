@@ -1,3 +1,5 @@
+"""Random numbers of the ring have their distributions, and fresh streams are independent."""
+
 import numpy as np
 import pytest
 from scipy import stats

@@ -1,3 +1,5 @@
+"""Searching λ and T in turn ends, and never chooses a diverged run."""
+
 import math
 
 import pytest

@@ -1,3 +1,5 @@
+"""Accountants give known numbers, agree with independent ones, and never report too little."""
+
 import itertools
 import math
 

@@ -1,3 +1,5 @@
+"""Calibrated noise, rounds and rates meet their target, and only just."""
+
 import math
 from functools import partial
 

@@ -1,3 +1,5 @@
+"""Rényi divergences are exact up to rounding, and rounding never makes them too small."""
+
 import itertools
 import math
 from decimal import Decimal, localcontext

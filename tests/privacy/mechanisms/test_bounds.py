@@ -1,3 +1,5 @@
+"""Clipping bounds the norm of updates, rows and scores in every precision."""
+
 import math
 from fractions import Fraction
 

@@ -1,3 +1,5 @@
+"""Noise has its distribution in every precision, and unfit arrays are refused."""
+
 import math
 
 import numpy as np

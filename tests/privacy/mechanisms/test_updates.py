@@ -1,3 +1,5 @@
+"""Updates are real, finite arrays; their norms and totals are exact."""
+
 import numpy as np
 import pytest
 import torch

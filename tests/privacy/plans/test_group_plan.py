@@ -1,3 +1,5 @@
+"""The plan of group privacy covers all silos in all rounds."""
+
 import pytest
 
 from flower_ext.privacy import DpSgd, FullParticipation, GroupPlan

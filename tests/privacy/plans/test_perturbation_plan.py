@@ -1,3 +1,5 @@
+"""Plans of perturbed models: their facts, spending and guarantees."""
+
 import dataclasses
 import math
 

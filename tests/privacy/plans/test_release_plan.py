@@ -1,3 +1,5 @@
+"""Plans of noised sums: every release carries the noise that is accounted for."""
+
 import math
 
 import numpy as np

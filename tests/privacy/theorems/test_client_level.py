@@ -1,3 +1,5 @@
+"""Guarantees of clients against each adversary's view."""
+
 import math
 
 import pytest

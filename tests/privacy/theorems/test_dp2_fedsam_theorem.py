@@ -1,3 +1,5 @@
+"""Theorem 2 of DP²-FedSAM: its noise, its conditions and its published claim."""
+
 import math
 from pathlib import Path
 

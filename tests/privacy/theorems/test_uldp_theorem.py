@@ -1,3 +1,5 @@
+"""Guarantees of Uldp-FL's methods for whole users."""
+
 import json
 import math
 from dataclasses import replace

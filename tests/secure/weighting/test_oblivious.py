@@ -1,3 +1,5 @@
+"""Oblivious transfer: the receiver opens its choice alone, and the sender learns nothing."""
+
 import itertools
 
 import numpy as np

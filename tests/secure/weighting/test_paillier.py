@@ -1,3 +1,5 @@
+"""Paillier encryption equals that of phe, with fresh and uniform randomness."""
+
 import phe
 import pytest
 from gmpy2 import gcd, mpz, next_prime, powmod, primorial

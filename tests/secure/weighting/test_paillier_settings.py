@@ -1,3 +1,5 @@
+"""Settings of private weighting over Paillier: the sum must fit the modulus."""
+
 import math
 import time
 

@@ -1,3 +1,5 @@
+"""A silo's products of powers equal one power at a time."""
+
 import numpy as np
 import pytest
 from gmpy2 import invert, mpz, powmod

@@ -1,3 +1,5 @@
+"""Rounds of private weighting over Paillier give the plain weighted sum."""
+
 import dataclasses
 import json
 
