@@ -217,7 +217,7 @@ def test_a_misspelt_command_is_answered_once_with_the_nearest():
 
 @pytest.mark.parametrize("command", main.command_modules())
 def test_every_parameter_of_a_command_has_a_help_text_that_is_shown(command):
-    loaded = main._loaded(command, main.command_modules()[command])
+    loaded = main.load_command(command, main.command_modules()[command])
     shown = " ".join(call(command, "--help").output.replace("│", " ").split())
     for parameter in loaded.params:
         text = getattr(parameter, "help", None)

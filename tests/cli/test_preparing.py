@@ -34,7 +34,7 @@ def test_the_command_that_continues_an_interrupted_run_is_accepted(monkeypatch, 
     again = []
     monkeypatch.setattr(run_command, "prepare", lambda options: again.append(options))
     monkeypatch.setattr(run_command, "launch", lambda run: None)
-    _, *words = launching._words_to_resume(RunOptions(**given), "out")
+    _, *words = launching.command_to_resume(RunOptions(**given), "out")
     assert CliRunner().invoke(main.app, words).exit_code == 0
     (options,) = again
     kept = {name: getattr(options, name) for name in ("app", "in_process", "workers", "superlink")}

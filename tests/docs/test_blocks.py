@@ -82,7 +82,7 @@ def test_every_command_on_a_page_exists_with_its_options():
     assert len(found) > 40
     for block, (_, name, *words) in found:
         assert name in modules, block.name
-        command = cli._loaded(name, modules[name])
+        command = cli.load_command(name, modules[name])
         if steps := getattr(command, "commands", None):
             command = steps[words[0]]
         known = {option for p in command.params for option in p.opts}

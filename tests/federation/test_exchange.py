@@ -127,14 +127,14 @@ def test_messages_and_bytes_are_counted_both_ways_and_apart_by_kind():
     assert row["evaluation_bytes_up"] == 5 * UP_BYTES
 
 
-def test_bytes_are_those_of_the_numbers_but_for_a_small_header():
+def test_bytes_count_the_arrays_and_a_small_header():
     assert 4 * 1_000 + 8 * 200 <= DOWN_BYTES < 1.1 * (4 * 1_000 + 8 * 200)
     clients, _ = connected()
     clients.request("train", {0: {"down": DOWN, "more": DOWN, "facts": ConfigRecord({"a": 1})}}, 1)
     assert clients.progress.row["bytes_down"] == 2 * DOWN_BYTES
 
 
-def test_refusals_are_listed_counted_and_logged_and_their_traffic_was_there(logged):
+def test_refusals_are_listed_counted_and_logged_and_their_bytes_count(logged):
     clients, grid = connected(client_app(fails=(1, 2)))
     assert listen(clients, grid, "train", [0, 1, 2]) == {0: 0}
     nodes = clients.nodes

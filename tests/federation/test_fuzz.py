@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as arrays_of
 
 from flower_ext.algorithms import Apple, DPFedAvg, FedALA, FedAMP, FedDyn, Hosted, PFedMe
 from flower_ext.algorithms.uldp import UldpAvg, UldpNaive
-from flower_ext.algorithms.uldp.silo_answers import HISTOGRAM, _read_answer
+from flower_ext.algorithms.uldp.silo_answers import HISTOGRAM, read_silo_answer
 from flower_ext.algorithms.upcycled import Upcycled
 from flower_ext.federation import (
     FederatedStrategy,
@@ -173,7 +173,7 @@ def test_records_of_anything_are_refused_or_are_scores(content):
 @given(CONTENTS)
 def test_records_of_anything_are_refused_or_are_a_histogram(content):
     try:
-        _, counts, key = _read_answer(reply(content), USERS, silos_draw=False)
+        _, counts, key = read_silo_answer(reply(content), USERS, silos_draw=False)
     except RefusedReply:
         return
     assert key == b""

@@ -15,5 +15,5 @@ def params(value: float) -> dict[str, torch.Tensor]:
     return {"b": torch.full((3,), value), "a": torch.tensor(value, dtype=torch.float64)}
 
 
-def _full(descriptor):
+def disk_full(descriptor):
     raise OSError("disk is full")

@@ -18,14 +18,18 @@ from tests.support.travelling import Recorder
 from tests.support.worlds import initial, task
 
 
-def run(strategy, grid=Recorder, rounds=1, **facts):
+def run(strategy, grid=Recorder, rounds=1, **lost):
+    """Run a strategy on a grid; return the grid and the arrays of the last model.
+
+    ``lost`` are attributes of the grid, such as the clients that it loses at each stage.
+    """
     base = strategy.base if isinstance(strategy, Upcycled) else strategy
     app = base.method.client_app(task(), allow_seeded_noise=True)
-    found = grid(app, num_clients=base.run.plan.sampling.population)
-    for name, value in facts.items():
-        setattr(found, name, frozenset(value))
-    result = strategy.start(found, initial(), num_rounds=rounds)
-    return found, records.to_arrays(result.arrays)
+    run_grid = grid(app, num_clients=base.run.plan.sampling.population)
+    for name, value in lost.items():
+        setattr(run_grid, name, frozenset(value))
+    result = strategy.start(run_grid, initial(), num_rounds=rounds)
+    return run_grid, records.to_arrays(result.arrays)
 
 
 def raw_updates():
@@ -70,7 +74,7 @@ def expected_model(answered):
     }
 
 
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
+def assert_same(arrays, expected):
+    assert arrays.keys() == expected.keys()
     for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array)
+        np.testing.assert_array_equal(arrays[name], array)

@@ -10,7 +10,7 @@ from flower_ext.federation import ClientMemory
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.state.folder import Damaged
 from flower_ext.federation.state.memory import ClientVault
-from tests.support.client_memory import _full, context, params
+from tests.support.client_memory import context, disk_full, params
 
 
 def key_file(folder, content=b"k" * 32, mode=0o600):
@@ -178,7 +178,7 @@ def test_a_key_that_is_none_or_no_secret_is_refused(tmp_path, content, mode, err
 def test_what_cannot_be_written_leaves_what_was_there(tmp_path, monkeypatch):
     memory = ClientMemory(context(state_folder=str(tmp_path)), "one", "run")
     memory.store(params(1.0), 1)
-    monkeypatch.setattr(os, "fsync", _full)
+    monkeypatch.setattr(os, "fsync", disk_full)
     with pytest.raises(OSError, match="disk is full"):
         memory.store(params(2.0), 2)
     assert memory.newest() == 1

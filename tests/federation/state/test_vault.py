@@ -10,7 +10,7 @@ from flwr.app import Context, RecordDict
 from flower_ext.errors import ProtocolError
 from flower_ext.federation import ClientMemory
 from flower_ext.federation.state.memory import ClientVault
-from tests.support.client_memory import _full, context, params
+from tests.support.client_memory import context, disk_full, params
 
 
 def test_a_vault_holds_what_was_stored_last_for_one_method():
@@ -38,7 +38,7 @@ def test_a_folder_is_ahead_of_a_context_that_was_not_handed_on(tmp_path):
 def test_what_cannot_be_written_is_not_kept_in_the_context_either(tmp_path, monkeypatch):
     kept = context(state_folder=str(tmp_path))
     ClientVault(kept, "one").store(b"round 1")
-    monkeypatch.setattr(os, "fsync", _full)
+    monkeypatch.setattr(os, "fsync", disk_full)
     with pytest.raises(OSError, match="disk is full"):
         ClientVault(kept, "one").store(b"round 2")
     assert ClientVault(kept, "one").load() == b"round 1"

@@ -14,7 +14,7 @@ from flower_ext.errors import InvalidValue, is_tellable
 from flower_ext.privacy import SeededNoise
 from flower_ext.training import DpSgdTraining, Task, train_dp_sgd
 from flower_ext.training.dp.dp_sgd import ClippedGradient
-from flower_ext.training.trials.examples import _usual_examples, why_nothing_learned
+from flower_ext.training.trials.examples import usual_examples, why_nothing_learned
 from tests.support.grids import grid
 
 
@@ -156,7 +156,7 @@ ROWS, COUNTS = torch.zeros(2, 6), torch.zeros(2, 6).long()
 def reason(outputs_of, slopes=None, features=ROWS):
     """Return why a model of these outputs, whose gradients are ``slopes``, learns nothing."""
     slopes = {"weight": torch.ones(2)} if slopes is None else slopes
-    examples = _usual_examples(features, torch.zeros(2).long())
+    examples = usual_examples(features, torch.zeros(2).long())
     return why_nothing_learned("M", outputs_of, examples, [slopes] * len(examples))
 
 
