@@ -41,7 +41,7 @@ def regression(client):
     return Examples(torch.from_numpy(basis).float(), torch.from_numpy(targets).float())
 
 
-def test_it_is_gradient_descent_on_the_mean_and_the_personal_losses():
+def test_the_pilot_descends_on_the_mean_and_the_personal_losses():
     clients = [regression(client) for client in range(CLIENTS)]
     start = line().initial_params(1)
     found = pilot_run(line(), start, clients, rounds=ROUNDS, learning_rate=RATE)
@@ -87,7 +87,7 @@ def test_a_network_with_nonconvex_losses_is_refused_and_the_start_unchanged():
         ({"rounds": 10**9}, "keeps all gradients"),
     ],
 )
-def test_what_makes_no_pilot_is_refused_by_name(changes, said):
+def test_unfit_pilots_are_refused_by_name(changes, said):
     facts = {"clients": [regression(0)], "rounds": ROUNDS, "learning_rate": RATE, **changes}
     clients = facts.pop("clients")
     with pytest.raises(ValueError, match=said):

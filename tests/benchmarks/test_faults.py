@@ -48,7 +48,7 @@ def test_malformed_requests_are_answered_by_errors_and_sound_ones_are_answered(n
 
 
 @pytest.mark.parametrize("dropout", grid([0.05, 0.9], (0.9).__eq__))
-def test_what_is_released_under_dropout_has_the_accounted_noise(dropout):
+def test_releases_under_dropout_have_the_accounted_noise(dropout):
     found = noise.measure(dropout, "client", rounds=15, seed=1)
     assert found.enough
     assert found.released == 15
@@ -95,7 +95,7 @@ def test_parts_that_fail_are_named_last_and_lose_no_others(monkeypatch, capsys, 
     assert any("TypeError" in line for line in written)
 
 
-def test_a_command_that_keeps_all_says_so(capsys, tmp_path):
+def test_the_report_ends_by_saying_that_all_promises_held(capsys, tmp_path):
     status, last, written = run_command(capsys, tmp_path, only=["wire"], quick=True)
     assert (status, last) == (0, "all kept")
     assert "## Personal parameters on the wire" in written

@@ -220,7 +220,7 @@ def test_nothing_is_overwritten(finished, tmp_path):
         (["--output", "own.bin"], "expected a name that ends with .safetensors"),
     ],
 )
-def test_what_cannot_be_exported_is_refused_with_what_to_change(
+def test_runs_that_cannot_be_exported_are_refused_with_a_remedy(
     finished, tmp_path, monkeypatch, arguments, said
 ):
     monkeypatch.chdir(tmp_path)
@@ -243,7 +243,7 @@ def test_a_run_that_has_not_ended_is_refused(finished, tmp_path):
 
 
 @pytest.mark.full
-def test_what_is_frozen_stays_with_the_base_model(tmp_path):
+def test_frozen_parameters_stay_with_the_base_model(tmp_path):
     folder = shutil.copytree(OWN.folder, tmp_path / "app")
     package = (folder / "own").rename(folder / "frozen_base")
     (package / "task.py").rename(package / "own_data.py")

@@ -225,7 +225,7 @@ def test_every_parameter_of_a_command_has_a_help_text_that_is_shown(command):
         assert " ".join(text.split())[:30] in shown, parameter.name
 
 
-def test_what_a_terminal_cannot_show_ends_no_command():
+def test_characters_that_a_terminal_lacks_end_no_command():
     code = (
         "import sys; from pathlib import Path; from flower_ext.cli import main as cli; "
         "from flower_ext.runs.app_settings import checked_settings; "
@@ -243,7 +243,7 @@ def test_what_a_terminal_cannot_show_ends_no_command():
     assert b"Budget ?;" in done.stdout
 
 
-def test_a_place_that_cannot_be_is_said_in_one_line(tmp_path):
+def test_an_impossible_output_folder_takes_one_line(tmp_path):
     (file := tmp_path / "a file").write_text("")
     run = finished(tmp_path / "run")
     compared = call("report", str(run.path), str(run.path), "--output", str(file))

@@ -78,7 +78,7 @@ def test_indices_that_are_not_integers_are_refused(indices):
         examples().subset(indices)
 
 
-def test_what_is_no_tensor_and_no_examples_is_named():
+def test_data_of_another_type_are_refused_by_type():
     x, y = torch.zeros(2, 1), torch.zeros(2)
     for features, targets, said in ((x.tolist(), y, "features of type list"), (x, y.numpy(), "nd")):
         with pytest.raises(TypeError, match=f"{said}.*: expected a torch.Tensor"):

@@ -154,7 +154,7 @@ def test_an_account_of_a_population_counts_evaluations_too(tmp_path):
 
 
 @pytest.mark.parametrize("stage", ["begin", "keys", "question"])
-def test_with_too_few_participants_there_are_no_scores_but_a_spend(stage, logged):
+def test_too_few_participants_give_no_scores_and_still_spend(stage, logged):
     class AtEvaluation(Losing):
         """Loses clients in the stage of an evaluation, not of the training before it."""
 

@@ -98,7 +98,7 @@ def test_each_partition_gets_its_content_in_the_rounds_message(kind):
         assert message.metadata.group_id == "7"
 
 
-def test_apps_that_do_not_know_us_are_asked_in_flowers_plain_words():
+def test_foreign_apps_get_flowers_own_message_types():
     clients, grid = connected(client_app(method=None))
     (message,) = clients.request("train", {0: {}}, 1).messages
     assert message.metadata.message_type == "train"
@@ -176,7 +176,7 @@ def test_replies_of_others_of_other_rounds_or_sent_twice_are_refused():
     ]
 
 
-def test_whoever_answers_first_replies_are_heard_in_the_order_of_partitions():
+def test_replies_are_read_by_partition_whichever_arrives_first():
     clients, grid = connected()
     everyone = range(CLIENTS)
     requests = clients.request("train", {p: {} for p in everyone}, 1)
@@ -202,7 +202,7 @@ def test_a_reply_is_read_once_those_before_it_are_read_or_refused():
     assert len(clients.refusals) == 1
 
 
-def test_nothing_asked_costs_nothing():
+def test_no_requests_count_as_no_traffic():
     clients, grid = connected()
     assert listen(clients, grid, "train", []) == {}
     assert set(clients.progress.row.values()) == {0}

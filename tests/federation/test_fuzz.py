@@ -204,7 +204,7 @@ class Forger(InProcessGrid):
 
 @FUZZ
 @given(CONTENTS | st.none(), st.integers(0, 2))
-def test_an_identity_of_anything_is_no_roster_but_the_right_one(content, copies):
+def test_arbitrary_identities_never_make_a_wrong_roster(content, copies):
     grid = Forger(UldpAvg.client_app(task()), SILOS)
     grid.content, grid.copies = content, copies
     try:

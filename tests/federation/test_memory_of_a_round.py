@@ -93,7 +93,7 @@ def test_part_of_a_cohort_runs_once_the_previous_part_is_forgotten(strategy):
         lambda: FederatedStrategy(Scaffold(local=SGD), NonPrivatePlan(sampling=SAMPLING), seed=1),
     ],
 )
-def test_a_method_that_needs_each_update_gets_it_whatever_the_parts(strategy):
+def test_a_method_that_needs_each_update_gets_it_in_any_parts(strategy):
     whole, _ = played(strategy(), 2**30)
     parted, _ = played(strategy(), MODEL_BYTES)
     for name, array in whole.items():

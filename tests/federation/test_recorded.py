@@ -55,7 +55,7 @@ def test_the_directory_holds_all_that_an_app_of_ours_leaves(tmp_path, capsys, ca
     assert (run.path / "report.md").read_text().startswith("# DPFedAvg\n")
 
 
-def test_what_makes_the_run_is_in_its_record(tmp_path):
+def test_the_record_holds_the_settings_that_identify_the_run(tmp_path):
     run, *_ = play(tmp_path / "run", rounds=1, wrap=lambda base: Upcycled(base, 0.25))
     assert run.config["method"] == "Upcycled-DPFedAvg"
     assert (run.config["clipping-norm"], run.config["noise-multiplier"]) == (0.5, 3.0)

@@ -127,7 +127,7 @@ def test_a_sums_bits_do_not_depend_on_the_cohorts_part_size():
         assert all(parted[name].tobytes() == array.tobytes() for name, array in whole.items())
 
 
-def test_what_came_from_another_process_can_be_read_after_its_next_messages():
+def test_replies_of_a_worker_stay_readable_after_its_next_messages():
     strategy = FederatedStrategy(Told(), plans()["no noise"], seed=1, evaluate_every=0)
     values = [float(client) for client in range(CLIENTS)]
 
@@ -174,7 +174,7 @@ def test_a_reply_that_carries_arrays_is_the_reply_that_carries_records():
     assert read[0].metrics == read[1].metrics == METRICS
 
 
-def test_what_somebody_changes_in_a_reply_is_what_is_read_of_it():
+def test_changes_to_a_replys_content_are_read():
     become_server_of(1)
     question = Message(RecordDict(), dst_node_id=7, message_type="train.a", group_id="3")
     reply = UploadReply(question, uploaded())
@@ -193,7 +193,7 @@ def test_what_somebody_changes_in_a_reply_is_what_is_read_of_it():
     [{"num-examples": 1.5}, {"a": math.nan}, {"a": 1e16}, {"": 1.0}],
     ids=["part of an example", "NaN", "large", "nameless"],
 )
-def test_metrics_beside_arrays_are_refused_as_those_of_records(metrics):
+def test_metrics_beside_arrays_are_refused_for_the_same_reasons(metrics):
     become_server_of(1)
     question = Message(RecordDict(), dst_node_id=7, message_type="train.a", group_id="3")
     upload, said = uploaded(metrics), []
@@ -216,7 +216,7 @@ def test_metrics_beside_arrays_are_refused_as_those_of_records(metrics):
     ],
     ids=["more", "less", "another shape", "another type", "NaN", "huge"],
 )
-def test_arrays_are_refused_as_records_of_them_are(change):
+def test_arrays_are_refused_for_the_same_reasons_as_array_records(change):
     become_server_of(1)
     question = Message(RecordDict(), dst_node_id=7, message_type="train.a", group_id="3")
     upload, reasons = Update(change(MODEL), METRICS), []

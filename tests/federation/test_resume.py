@@ -104,7 +104,7 @@ def test_an_adaptive_clipping_norm_resumes_bit_for_bit(tmp_path):
     assert resumed.run.mechanism == strategy.run.mechanism
 
 
-def test_it_may_die_again_and_again(whole, tmp_path):
+def test_a_run_may_die_and_resume_repeatedly(whole, tmp_path):
     for dies_in in (2, 2, 3, 5):
         with pytest.raises(Died):
             play(tmp_path / "parts", dies_in=dies_in)

@@ -274,7 +274,7 @@ def test_a_node_without_a_partition_is_named_with_its_node_config(own):
         FederatedStrategy(DPFedAvg(local=FAST), plan()).start(grid, initial(), num_rounds=1)
 
 
-def test_why_nodes_cannot_tell_their_partitions_is_said():
+def test_the_error_says_why_nodes_cannot_name_their_partitions():
     app = ClientApp()
 
     @app.query("identity")
@@ -646,7 +646,7 @@ def test_a_run_ends_once_it_is_clear_that_no_client_answers(logged):
     assert "spent nevertheless" not in logged.text
 
 
-def test_what_a_foreign_app_writes_into_its_message_reaches_no_other():
+def test_a_foreign_apps_changes_to_its_message_reach_no_other_client():
     seen = []
     app = ClientApp()
 
@@ -805,7 +805,7 @@ def test_a_personal_name_without_its_outer_modules_is_refused_with_a_star():
 
 
 @pytest.mark.parametrize("name", ["last", "head2"])
-def test_a_personal_name_that_is_none_of_the_models_is_said(name, caplog):
+def test_a_personal_name_that_the_model_lacks_is_logged(name, caplog):
     strategy = FederatedStrategy(DP2FedSAM(head=FAST, extractor=FAST, personal=(name,)), plan())
     with pytest.raises(FederationNotReady, match=r"personal= to name at least one of"):
         strategy.start(grid_of(), initial(), num_rounds=1)
@@ -861,7 +861,7 @@ def test_a_method_sees_no_single_update_under_a_release_plan():
     assert seen == [4]
 
 
-def test_training_beyond_the_rounds_of_the_plan_is_said_once(caplog):
+def test_training_beyond_the_rounds_of_the_plan_is_logged_once(caplog):
     few = replace(plan(), rounds=2)
     FederatedStrategy(DPFedAvg(local=FAST), few).start(
         grid_of(average_app()), initial(), num_rounds=4

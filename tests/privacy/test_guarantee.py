@@ -65,7 +65,7 @@ def test_unknown_fields_of_a_guarantee_are_refused():
 
 
 @pytest.mark.parametrize(("delta", "large"), [(0.1, True), (1.1e-3, True), (1e-3, False)])
-def test_a_delta_that_promises_little_is_said_to(delta, large):
+def test_the_statement_says_that_a_large_delta_promises_little(delta, large):
     seen = worst_case(60, 10)
     for guarantee in by_view(mechanism(FullParticipation(100), delta=delta), seen).values():
         said = "is large: with that probability all of one client's data may be revealed"

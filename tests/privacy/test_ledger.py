@@ -75,7 +75,7 @@ def test_a_release_is_reserved_before_and_committed_after_its_body(tmp_path):
     assert Ledger.read(path)[1]["notes"] == {"answered": 9}
 
 
-def test_what_is_reserved_is_spent_whatever_follows(tmp_path):
+def test_a_reserved_release_is_spent_whatever_follows(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
     with pytest.raises(KeyError), ledger.reserve(RELEASE, server_round=1):
@@ -144,7 +144,7 @@ def test_no_two_releases_of_one_open_ledger_are_the_same(tmp_path):
         ledger.close()
 
 
-def test_what_a_ledger_without_identities_holds_counts_and_is_never_the_same(tmp_path):
+def test_releases_without_identity_count_and_never_repeat(tmp_path):
     path = tmp_path / "ledger.jsonl"
     filled(path)
     assert "identity" not in path.read_text()

@@ -126,7 +126,7 @@ def test_another_unit_or_relation_is_refused_rather_than_total_counts(path, othe
     assert len(Ledger.read(path)) == 1
 
 
-def test_what_no_epsilon_covers_is_listed_once_and_counts_nothing(path):
+def test_disclosures_without_an_epsilon_are_listed_once_at_no_cost(path):
     charge(path, sampled("a", 1), Budget(epsilon=50.0, delta=DELTA, ledger=path))
     once = spent(path)
     for _ in range(2):

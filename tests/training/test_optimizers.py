@@ -86,12 +86,12 @@ def test_an_optimizer_travels_to_the_clients():
         ({"weight_decay": 0.1}, "weight_decay=0.1: expected 0 with optimizer='SGD'"),
     ],
 )
-def test_what_does_not_fit_is_refused(options, said):
+def test_options_that_an_optimizer_lacks_are_refused(options, said):
     with pytest.raises(InvalidValue, match=said):
         LocalTraining(**options)
 
 
-def test_methods_of_which_a_theorem_is_about_sgd_refuse_others():
+def test_methods_whose_theorem_assumes_sgd_refuse_other_optimizers():
     plan, adamw = NonPrivatePlan(sampling=FullParticipation(3)), LocalTraining(optimizer="AdamW")
     with pytest.raises(InvalidValue, match="local.optimizer='AdamW': leave it out"):
         FederatedStrategy(Scaffold(local=adamw), plan)

@@ -357,7 +357,7 @@ def job(params, seed: int = 0, way: LocalTraining = SGD) -> Job:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", [*MODELS, dropping, Counting, partial(Remembering)])
-def test_one_of_many_trainings_alone_is_the_plain_one(model, way):
+def test_a_batch_of_one_training_equals_the_plain_training(model, way):
     given = task(model)
     params = given.initial_params(1)
     (found,) = train_many(given, [job(params, way=WAYS[way])])

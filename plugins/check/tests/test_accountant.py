@@ -40,7 +40,7 @@ def gaussian_delta(noise: float, releases: int, epsilon: float) -> float:
     )
 
 
-def test_it_has_all_that_flowers_protocol_names():
+def test_the_accountant_has_every_method_of_flowers_protocol():
     names = [n for n in vars(PrivacyAccountant) if not n.startswith("_")]
     assert len(names) == 9
     assert all(hasattr(PldAccountant, name) for name in names)
@@ -157,7 +157,7 @@ def test_amplification_by_cohorts_that_are_not_secret_is_refused(kind):
         (lambda a: a.get_delta(-1.0), "epsilon=-1.0"),
     ],
 )
-def test_what_means_nothing_is_refused_by_name_and_charges_nothing(act, said):
+def test_meaningless_arguments_are_refused_at_no_charge(act, said):
     ours = accountant()
     with pytest.raises(ValueError, match=said):
         act(ours)

@@ -163,7 +163,7 @@ def test_no_way_out_leads_past_the_noise(node, tmp_path, world, way, end):
     assert not any("flower_ext_guard.child" in " ".join(each.cmdline()) for each in children)
 
 
-def test_without_isolation_the_same_ways_do_lead_out(node, tmp_path, world):
+def test_without_isolation_the_same_attacks_succeed(node, tmp_path, world):
     way = "through-a-socket through-a-unix-socket through-a-shared-file"
     guard = guard_of(node, tmp_path, isolation="none")
     node.send(way=way, **world.config)

@@ -198,7 +198,7 @@ def test_guarantees_name_all_that_the_protocol_rests_on(sampling):
     )
 
 
-def test_what_the_protocol_adds_to_a_sum_is_paid_for(tmp_path):
+def test_the_accounting_covers_what_the_protocol_adds_to_sums(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     start(strategy := lattice_of(ledger=ledger, plan={"noise_multiplier": 5.0}))
     server = strategy.run.summation.server.settings

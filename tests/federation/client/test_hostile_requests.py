@@ -132,7 +132,7 @@ def test_a_server_that_begins_to_share_the_head_does_not_get_it():
     )
 
 
-def test_silos_make_no_room_for_more_users_than_there_can_be():
+def test_silos_allocate_nothing_for_impossible_numbers_of_users():
     with pytest.raises(ValueError, match=f"1 … {MOST_USERS}"):
         owned(uldp.silo(0), MOST_USERS + 1)
 

@@ -72,7 +72,7 @@ def same_message(ours, theirs):
     assert ours.content is theirs.content
 
 
-def test_what_is_made_without_checks_is_what_flower_makes():
+def test_objects_made_without_checks_equal_flowers():
     (node, *_) = InProcessGrid(counting_app(), num_clients=2).get_node_ids()
     arrays = {"w": Array(np.ones(2))}
     content = RecordDict({"arrays": ArrayRecord(arrays), "metrics": MetricRecord({"loss": 0.5})})
@@ -174,7 +174,7 @@ class Alone(InProcessGrid):
     ],
     ids=["DP-FedAvg-FT", "DP2-FedSAM", "SCAFFOLD", "FedDyn", "pFedMe"],
 )
-def test_a_cohort_at_once_is_its_clients_one_by_one(strategy):
+def test_a_cohort_trained_at_once_equals_its_clients_one_by_one(strategy):
     finals, scores, memories = [], [], []
     for engine in (InProcessGrid, Alone):
         plan = NonPrivatePlan(sampling=FixedSizeSampling(9, 7))

@@ -114,7 +114,7 @@ def test_two_messages_to_one_client_are_answered_one_after_the_other():
     assert [reply.content.config_records["own"]["seen"] for reply in replies] == [3, 4]
 
 
-def test_what_a_client_deletes_from_its_state_stays_deleted():
+def test_entries_that_a_client_deletes_from_its_state_stay_deleted():
     app = CohortApp()
 
     @app.query()

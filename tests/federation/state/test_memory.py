@@ -175,7 +175,7 @@ def test_a_key_that_is_none_or_no_secret_is_refused(tmp_path, content, mode, err
         ClientMemory(context(state_folder=str(tmp_path), state_key_file=file), "one", "run")
 
 
-def test_what_cannot_be_written_leaves_what_was_there(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_earlier_memory(tmp_path, monkeypatch):
     memory = ClientMemory(context(state_folder=str(tmp_path)), "one", "run")
     memory.store(params(1.0), 1)
     monkeypatch.setattr(os, "fsync", disk_full)

@@ -35,7 +35,7 @@ def test_a_folder_is_ahead_of_a_context_that_was_not_handed_on(tmp_path):
     assert ClientVault(kept, "one").load() == b"round 2"
 
 
-def test_what_cannot_be_written_is_not_kept_in_the_context_either(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_context_unchanged(tmp_path, monkeypatch):
     kept = context(state_folder=str(tmp_path))
     ClientVault(kept, "one").store(b"round 1")
     monkeypatch.setattr(os, "fsync", disk_full)
@@ -89,7 +89,7 @@ def test_secrets_of_runs_that_ended_long_ago_are_removed_when_another_begins(tmp
     assert sorted(f.name[:2] for f in (tmp_path / "secrets").glob("*.secret")) == ["2-", "7-"]
 
 
-def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
+def test_half_written_files_of_a_killed_process_are_removed(tmp_path):
     kept = context(state_folder=str(tmp_path))
     ClientVault(kept, "one").store(b"first")
     dead = subprocess.Popen([sys.executable, "-c", ""])

@@ -164,7 +164,7 @@ def test_huge_values_do_not_pass_with_their_noise_absorbed(huge, sign, all_of_th
 
 
 @pytest.mark.parametrize("stddev", [1e-3, 1.0, 1e6])
-def test_what_passes_carries_its_noise_and_not_a_few_steps_of_it(stddev):
+def test_accepted_values_carry_noise_of_many_floating_point_steps(stddev):
     """The spacing of floats grows with the value, but the noise must not become a coarse grid."""
     passed = 0
     for exponent in range(30, 60):

@@ -65,7 +65,7 @@ def test_arrays_of_torch_and_of_single_precision_give_the_same_numbers():
         np.testing.assert_array_equal(ours[name], theirs[name])
 
 
-def test_what_no_norm_bounds_is_refused():
+def test_updates_without_a_bounded_norm_are_refused():
     for bad in (math.nan, math.inf, -math.inf):
         with pytest.raises(NonFiniteUpdate, match="'a'"):
             in_cells({"a": np.array([1.0, bad])}, 1.0, cell_of(1.0))

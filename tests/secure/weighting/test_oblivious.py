@@ -234,7 +234,7 @@ def test_the_malformed_points_are_what_their_names_say():
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_what_is_not_a_point_of_prime_order_is_refused(name):
+def test_bytes_that_are_no_point_of_prime_order_are_refused(name):
     sender, data = Sender(RUN), MALFORMED[name]
     with pytest.raises(ValueError, match="offer: expected points of the prime-order"):
         Receiver(data, KEY, run=RUN, transfers=1, num_texts=2)

@@ -90,7 +90,7 @@ def test_for_a_draw_the_server_receives_only_fresh_group_elements():
     assert len(set(pieces)) == len(pieces) == 15
 
 
-def test_a_silo_cannot_tell_what_it_took_and_cannot_open_the_rest():
+def test_a_silo_learns_neither_its_choice_nor_the_other_weights():
     """There is one ciphertext per user, all differ, and none was sent in another round."""
     world = World(facts(), np.full((3, 5), 2))
     messages = [drawn(world, number) for number in (1, 2)]

@@ -278,7 +278,7 @@ def test_without_rerandomisation_a_key_holder_confirms_guesses_of_coordinates(mo
     assert guess_is_confirmed(world, message, sums, guess) == [True] * 3 + [False] + [True] * 2
 
 
-def test_with_rerandomisation_it_confirms_nothing():
+def test_with_rerandomisation_a_sum_confirms_no_guess():
     world, message, sums, updates = round_of()
     assert guess_is_confirmed(world, message, sums, updates) == [False] * 6
 

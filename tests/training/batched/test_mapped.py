@@ -104,7 +104,7 @@ def test_gradients_belong_to_each_model_alone(which, by_products):
 
 
 @pytest.mark.parametrize("which", MODELS)
-def test_a_target_keeps_what_it_held(which):
+def test_a_gradient_is_added_to_what_a_target_held(which):
     model, every, many, x, y = setting(which)
     targets = {n: Target(torch.ones_like(p), factor=-2.0) for n, p in many.items()}
     slopes = alone(model, every[1], x[1], y[1])

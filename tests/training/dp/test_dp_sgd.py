@@ -664,7 +664,7 @@ def test_dropout_does_not_hide_that_layers_tell_examples_apart():
     ids=["weighted classes", "smoothed", "a sum", "plain"],
 )
 @pytest.mark.parametrize("ignored", [(), (0, 1, 2)], ids=["all", "some without a label"])
-def test_no_record_weighs_more_for_what_the_others_are(loss, ignored):
+def test_the_weight_of_a_record_does_not_depend_on_others(loss, ignored):
     task, data = problem(dense, loss), records((4,), 12)
     data.targets[list(ignored)] = -100
     params = task.initial_params(0)

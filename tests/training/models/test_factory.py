@@ -127,7 +127,7 @@ def test_training_with_frozen_parts_matches_torch_alone_and_in_a_batch():
         assert_same(found, one)
 
 
-def test_what_is_frozen_never_changes_and_is_the_same_in_every_model():
+def test_frozen_parameters_never_change_and_every_model_shares_them():
     own = task(Backbone)
     before = {name: value.clone() for name, value in own.factory.facts.frozen.items()}
     assert set(before) == {
@@ -314,7 +314,7 @@ def test_a_frozen_base_is_loaded_once_and_once_for_initial_weights():
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.complex64], ids=str)
-def test_what_cannot_travel_is_refused_by_name_unless_it_is_frozen(kind):
+def test_parameters_that_cannot_be_sent_are_refused_unless_frozen(kind):
     def build(trains):
         base = nn.Linear(3, 4).to(kind).requires_grad_(trains)
         return nn.Sequential(base, nn.Linear(4, 2))

@@ -72,7 +72,7 @@ def test_an_example_passes_once():
     assert count_of(features, 1) == 12
 
 
-def test_what_is_in_the_folder_passes_in_no_other_object_either(tmp_path):
+def test_features_in_the_folder_are_not_computed_by_another_object(tmp_path):
     first = Features(Front, images, tmp_path)
     assert count_of(first) == 12
     second = Features(Front, images, tmp_path)

@@ -260,7 +260,7 @@ KEEPING = {
 
 
 @pytest.mark.parametrize("what", KEEPING)
-def test_what_changes_is_seen_and_nothing_else_differs(what):
+def test_snapshots_differ_exactly_where_something_changed(what):
     root, change = KEEPING[what]()
     before = snapshot(root=root)
     assert changed_places(before, snapshot(root=root)) == []
@@ -296,7 +296,7 @@ def test_places_are_named():
     assert changed_places(before, after) == ["model.0.bias", "model.kept.a[0]", "model.kept[3]"]
 
 
-def test_what_appears_or_vanishes_is_a_change():
+def test_an_attribute_that_appears_or_vanishes_is_a_change():
     assert (
         changed_places({"a": 1}, {"a": 1, "b": 2})
         == changed_places({"a": 1, "b": 2}, {"a": 1})
