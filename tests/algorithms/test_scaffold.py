@@ -95,20 +95,26 @@ def test_clients_learn_their_last_used_round_in_messages_shared_where_equal():
     strategy = scaffold()
     grid = LosingGrid(strategy, lost={2: {1}, 3: {1, 2}})
     strategy.start(grid, ArrayRecord(linear_task().initial_params(0)), num_rounds=5)
-    told = {
+    facts = {
         number: [
-            message.content.config_records[records.ROUND].get("remembered") for message in asked
+            message.content.config_records[records.ROUND].get("remembered") for message in clients
         ]
-        for number, asked in grid.asked.items()
+        for number, clients in grid.asked.items()
     }
-    assert told == {
+    assert facts == {
         1: [0, 0, 0, 0],
         2: [1, 1, 1, 1],
         3: [2, 1, 2, 2],
         4: [3, 1, 2, 3],
         5: [4, 4, 4, 4],
     }
-    assert [len({id(m.content) for m in asked}) for asked in grid.asked.values()] == [1, 1, 2, 3, 1]
+    assert [len({id(m.content) for m in clients}) for clients in grid.asked.values()] == [
+        1,
+        1,
+        2,
+        3,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("kept_in", ["state", "folder"])
@@ -160,14 +166,14 @@ def test_perturbed_models_leave_the_control_the_mean_of_the_clients(
 
 
 @pytest.mark.parametrize(
-    ("local", "said"),
+    ("local", "message"),
     [
         (LocalTraining(epochs=0), "epochs=0 with steps=None: expected at least one epoch or step"),
         (LocalTraining(tolerance=1e-6, proximal_weight=0.1), "from steps of SGD"),
     ],
 )
-def test_training_without_steps_is_refused(local, said):
-    with pytest.raises(ValueError, match=said):
+def test_training_without_steps_is_refused(local, message):
+    with pytest.raises(ValueError, match=message):
         FederatedStrategy(Scaffold(local=local), EVERYONE)
 
 

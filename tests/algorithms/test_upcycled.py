@@ -245,8 +245,8 @@ def test_odd_rounds_equal_the_rounds_of_any_base(base, monkeypatch):
     driven, grid = base(), InProcessGrid(foreign_app(), num_clients=CLIENTS)
 
     def server(number, w, models):
-        asked = driven.configure_train(number, packed(w), ConfigRecord(), grid)
-        arrays, _ = driven.aggregate_train(number, grid.send_and_receive(asked))
+        requests = driven.configure_train(number, packed(w), ConfigRecord(), grid)
+        arrays, _ = driven.aggregate_train(number, grid.send_and_receive(requests))
         return flat(arrays).astype(np.float64)
 
     theirs = by_hand(server, rounds=4, coefficient=0.6)
@@ -311,8 +311,8 @@ class Recorder(InProcessGrid):
 
     def send_and_receive(self, messages, *, timeout=None):
         messages = list(messages)
-        asked = [self.note(message, "down") for message in messages]
-        rounds = {seen["node"]: seen["round"] for seen in asked}
+        requests = [self.note(message, "down") for message in messages]
+        rounds = {seen["node"]: seen["round"] for seen in requests}
         replies = []
         for reply in super().send_and_receive(messages, timeout=timeout):
             node = reply.metadata.src_node_id
@@ -428,9 +428,9 @@ def test_even_rounds_of_flowers_strategies_send_nothing_to_train(base):
     for t in range(1, 7):
         assert len(grid.of("evaluate", t, "down")) == CLIENTS
     for number in (1, 2, 3):
-        asked, answered = grid.of("train", number, "down"), grid.of("train", number, "up")
-        assert len(asked) == len(answered) == CLIENTS
-        assert sum(seen["bytes"] for seen in asked + answered) == 2 * CLIENTS * BYTES
+        requests, answered = grid.of("train", number, "down"), grid.of("train", number, "up")
+        assert len(requests) == len(answered) == CLIENTS
+        assert sum(seen["bytes"] for seen in requests + answered) == 2 * CLIENTS * BYTES
     assert len([seen for seen in grid.seen if seen["kind"] == "train"]) == 3 * 2 * CLIENTS
     assert not [seen for seen in grid.seen if seen["round"] is None]
 
@@ -925,7 +925,7 @@ def test_a_hosted_fedprox_trains_as_fedavg_under_the_same_proximal_weight():
 
 
 @pytest.mark.parametrize(
-    ("server", "options", "said"),
+    ("server", "options", "message"),
     [
         (FedAvg, {"server": Sgd(learning_rate=0.5)}, r"server=Sgd.* FedAvg takes"),
         (
@@ -937,8 +937,8 @@ def test_a_hosted_fedprox_trains_as_fedavg_under_the_same_proximal_weight():
         (FedXgbBagging, {}, "strategy=FedXgbBagging: expected .* needs trees"),
     ],
 )
-def test_a_hosted_server_refuses_what_it_would_not_heed(server, options, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_hosted_server_refuses_what_it_would_not_heed(server, options, message):
+    with pytest.raises(ValueError, match=message):
         strategy_of(Hosted, server(), plan=EVERYONE, **options)
 
 

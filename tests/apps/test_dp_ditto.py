@@ -176,7 +176,7 @@ def test_the_shared_model_differs_by_method(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ({"method": "dp-mine"}, "method='dp-mine': expected one of dp-ditto"),
         ({"dataset": "imagenet"}, "dataset='imagenet': expected one of digits"),
@@ -205,8 +205,8 @@ def test_the_shared_model_differs_by_method(tmp_path):
         ({"method": "fedala", "sample_fraction": 0.0}, r"sample-fraction=0\.0"),
     ],
 )
-def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, said, tmp_path):
-    with pytest.raises(ValueError, match=said):
+def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
         run(tmp_path / "run", **overrides)
 
 

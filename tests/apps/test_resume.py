@@ -103,10 +103,10 @@ def test_a_run_that_is_ended_says_what_its_guarantee_covers(tmp_path, interrupte
     assert ("the lines below were written after round" in text) != interrupted
     if interrupted:  # SIGINT may come between a reservation and its requests
         reserved = sum(entry["kind"] == "reserve" for entry in run.ledger())
-        told = {
+        rounds_stated = {
             int(n) for g in run.guarantees() for n in re.findall(r"(\d+) rounds?\)", g.statement())
         }
-        assert len(told) == 1
-        beyond = reserved - told.pop()
+        assert len(rounds_stated) == 1
+        beyond = reserved - rounds_stated.pop()
         assert beyond in (0, 1)
         assert ("The ledger holds more than this table" in text) == (beyond == 1)

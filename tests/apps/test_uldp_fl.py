@@ -182,7 +182,7 @@ def test_groups_of_any_size(size, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ({"method": "uldp-avg2"}, "method='uldp-avg2': expected one of uldp-avg"),
         ({"dataset": "iris"}, "dataset='iris': expected one of digits"),
@@ -231,8 +231,8 @@ def test_groups_of_any_size(size, tmp_path):
         ({"model": "gpt"}, "model='gpt'"),
     ],
 )
-def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, said, tmp_path):
-    with pytest.raises(ValueError, match=said):
+def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
         run(tmp_path / "run", **overrides)
 
 

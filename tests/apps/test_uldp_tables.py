@@ -159,7 +159,7 @@ def test_files_of_something_else_are_refused_by_name(tmp_path):
         tables.creditcard(tmp_path, rng=rng())
     write_heart(tmp_path / "heart_disease")
     centre = tmp_path / "heart_disease" / "processed.va.data"
-    for line, said in (
+    for line, message in (
         ("1,2,3", r"va\.data: 3 columns, expected 14"),
         ("1,1,one,1,1,1,1,1,1,1,1,1,1,1", r"va\.data: expected finite numbers: .* at row 0"),
         ("1,1,9,1,1,1,1,1,1,1,1,1,1,1", "chest pain 1 … 4"),
@@ -169,7 +169,7 @@ def test_files_of_something_else_are_refused_by_name(tmp_path):
         ("?,1,1,1,1,1,1,1,1,1,1,1,1,1", r"va\.data: expected complete rows"),
     ):
         centre.write_text(line + "\n")
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             tables.heart_disease(tmp_path)
     (tmp_path / "brca.csv").write_text("pid,x,E,T\nP,1,0,5\n")
     (tmp_path / "train_test_split.csv").write_text("pid,fold,fold2\n")
@@ -178,7 +178,7 @@ def test_files_of_something_else_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ("nan", "finite numbers: .*'nan'"),
         ("inf", "finite numbers: .*'inf'"),
@@ -195,16 +195,16 @@ def test_files_of_something_else_are_refused_by_name(tmp_path):
     ids=["creditcard", "tcga"],
 )
 def test_classes_besides_0_and_1_and_infinite_cells_are_refused(
-    file, column, read, value, said, tmp_path
+    file, column, read, value, message, tmp_path
 ):
     write_creditcard(tmp_path / "creditcard", pool=False)
     write_tcga(tmp_path / "tcga_brca")
     header, first, *lines = (tmp_path / file).read_text().splitlines()
-    for place in [column, 2] if "finite" in said else [column]:
+    for place in [column, 2] if "finite" in message else [column]:
         cells = first.split(",")
         cells[place] = value
         (tmp_path / file).write_text("\n".join([header, ",".join(cells), *lines]) + "\n")
-        with pytest.raises(ValueError, match=f"{Path(file).name}: expected {said}"):
+        with pytest.raises(ValueError, match=f"{Path(file).name}: expected {message}"):
             read(tmp_path)
 
 

@@ -130,7 +130,7 @@ def test_the_default_model_takes_the_features_and_tells_the_classes_apart(name):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"name": "synthetic-2-2"}, "name='synthetic-2-2': expected one of synthetic-iid,"),
         ({"name": "synthetic-iid", "num_devices": 0}, "num_devices=0: expected an integer >= 1"),
@@ -142,9 +142,9 @@ def test_the_default_model_takes_the_features_and_tells_the_classes_apart(name):
         ({"name": "letters", "generated": True}, "generated=True: expected False"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(arguments, said, tmp_path):
+def test_arguments_that_do_not_fit_are_refused(arguments, message, tmp_path):
     authors_file(tmp_path, "iid")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         load_devices(folder=tmp_path, **arguments)
 
 

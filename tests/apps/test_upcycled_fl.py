@@ -133,7 +133,7 @@ def test_objective_perturbation_of_what_the_theorem_does_not_cover_is_refused(fa
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ({"method": "fedsgd"}, "method='fedsgd': expected one of fedavg"),
         ({"schedule": "rising"}, "schedule='rising': expected one of constant"),
@@ -147,8 +147,8 @@ def test_objective_perturbation_of_what_the_theorem_does_not_cover_is_refused(fa
         ({"method": "fedprox", "server_learning_rate": 0.5}, r"server-learning-rate=0\.5 with"),
     ],
 )
-def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, said, tmp_path):
-    with pytest.raises(ValueError, match=said):
+def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
         run(tmp_path / "run", **overrides)
 
 

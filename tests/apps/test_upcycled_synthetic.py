@@ -148,7 +148,7 @@ def test_the_generator_decides_and_no_global_randomness_is_touched(kind):
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: generate("2-2", rng=rng()), "kind='2-2': expected one of iid, 0-0"),
         (
@@ -159,8 +159,8 @@ def test_the_generator_decides_and_no_global_randomness_is_touched(kind):
         (lambda: file_name("0_0"), "kind='0_0'"),
     ],
 )
-def test_arguments_out_of_range_are_refused(call, said):
-    with pytest.raises(ValueError, match=said):
+def test_arguments_out_of_range_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
         call()
 
 
@@ -194,7 +194,7 @@ def test_a_file_is_read_device_by_device(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"x_train": np.zeros((15, 19))}, "finite features of shape"),
         ({"x_train": np.full((15, 20), np.nan)}, "finite features of shape"),
@@ -207,9 +207,9 @@ def test_a_file_is_read_device_by_device(tmp_path):
         ({"client_test": np.array([0, 0, 0, 1, 1, 3])}, "devices numbered 0 … 2"),
     ],
 )
-def test_a_file_of_something_else_is_refused(changed, said, tmp_path):
+def test_a_file_of_something_else_is_refused(changed, message, tmp_path):
     np.savez(tmp_path / "devices.npz", **arrays(**changed))
-    with pytest.raises(ValueError, match=f"devices.npz: .*{said}"):
+    with pytest.raises(ValueError, match=f"devices.npz: .*{message}"):
         read(tmp_path / "devices.npz")
 
 

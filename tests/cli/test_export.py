@@ -211,7 +211,7 @@ def test_nothing_is_overwritten(finished, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--client", 3], "client=3: expected a client's number, 0 … 2"),
         (["--client", -1], "client=-1: expected a client's number, 0 … 2"),
@@ -221,7 +221,7 @@ def test_nothing_is_overwritten(finished, tmp_path):
     ],
 )
 def test_runs_that_cannot_be_exported_are_refused_with_a_remedy(
-    finished, tmp_path, monkeypatch, arguments, said
+    finished, tmp_path, monkeypatch, arguments, message
 ):
     monkeypatch.chdir(tmp_path)
     if "--app" not in arguments:
@@ -230,7 +230,7 @@ def test_runs_that_cannot_be_exported_are_refused_with_a_remedy(
         arguments = arguments[:-2]
     done = call(finished(DP2_FEDSAM).path, *arguments)
     assert done.exit_code == 2
-    assert said in done.output
+    assert message in done.output
     assert list(tmp_path.iterdir()) == []
 
 

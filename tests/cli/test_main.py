@@ -71,13 +71,13 @@ def test_a_damaged_file_that_a_resumed_run_renews_says_so(tmp_path, file, renewe
     path.write_bytes(path.read_bytes()[:-20] + b"\n")
     done = call("report", str(run.path))
     assert done.exit_code == 2
-    said = " ".join(done.output.replace("│", "").split())
-    assert "restore it from a copy" in said
-    assert ("or resume the run, which writes it again" in said) == renewed
+    output = " ".join(done.output.replace("│", "").split())
+    assert "restore it from a copy" in output
+    assert ("or resume the run, which writes it again" in output) == renewed
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--set", "nome=1"], "expected name=value"),
         (["--set", "rouns=1"], "did you mean rounds"),
@@ -85,12 +85,12 @@ def test_a_damaged_file_that_a_resumed_run_renews_says_so(tmp_path, file, renewe
         (["--set", "seeded-noise=maybe"], "expected true or false"),
     ],
 )
-def test_run_refuses_unknown_settings_before_it_starts_anything(arguments, said):
+def test_run_refuses_unknown_settings_before_it_starts_anything(arguments, message):
     from tests.support.apps import DP2_FEDSAM
 
     done = call("run", str(DP2_FEDSAM.folder), *arguments)
     assert done.exit_code == 2
-    assert said in unboxed(done.stderr)
+    assert message in unboxed(done.stderr)
 
 
 def test_a_run_is_either_in_one_process_or_on_a_superlink():
@@ -125,13 +125,13 @@ def test_runs_go_where_the_environment_says():
 
 
 def test_a_run_goes_where_the_environment_says_unless_the_command_line_does(monkeypatch):
-    asked = []
-    monkeypatch.setattr(run_command, "prepare", lambda options: asked.append(str(options.runs)))
+    requests = []
+    monkeypatch.setattr(run_command, "prepare", lambda options: requests.append(str(options.runs)))
     monkeypatch.setattr(run_command, "launch", lambda run: None)
     monkeypatch.setenv("FLOWER_EXT_RUNS", "/there")
     call("run", "somewhere")
     call("run", "somewhere", "--runs", "/here")
-    assert asked == ["/there", "/here"]
+    assert requests == ["/there", "/here"]
 
 
 def test_the_version_is_that_of_the_package():
@@ -211,8 +211,8 @@ def test_the_list_of_commands_is_shown_without_loading_any():
 
 
 def test_a_misspelt_command_is_answered_once_with_the_nearest():
-    said = call("leger").output
-    assert said.count("No such command") == said.count("Did you mean 'ledger'") == 1
+    output = call("leger").output
+    assert output.count("No such command") == output.count("Did you mean 'ledger'") == 1
 
 
 @pytest.mark.parametrize("command", main.command_modules())

@@ -74,7 +74,7 @@ def test_a_split_is_by_class_disjoint_and_never_empty():
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: partition("even", TARGETS, num_partitions=3, rng=rng()), "partition='even'"),
         (lambda: iid(TARGETS, num_partitions=0, rng=rng()), "num_partitions=0"),
@@ -107,8 +107,8 @@ def test_a_split_is_by_class_disjoint_and_never_empty():
         (lambda: split(np.arange(9), TARGETS, train_fraction=1.0, rng=rng()), "train_fraction=1.0"),
     ],
 )
-def test_impossible_partitions_are_refused_with_what_to_change(call, said):
-    with pytest.raises(ValueError, match=said):
+def test_impossible_partitions_are_refused_with_what_to_change(call, message):
+    with pytest.raises(ValueError, match=message):
         call()
 
 

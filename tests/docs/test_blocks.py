@@ -119,8 +119,8 @@ def test_every_extra_that_a_page_installs_is_one():
     text = "\n".join(page.read_text() for page in pages())
     named = {
         e
-        for found in re.findall(r"(?:flower-ext|'\.|\.whl)\[([a-z,]+)\]", text)
-        for e in found.split(",")
+        for extras in re.findall(r"(?:flower-ext|'\.|\.whl)\[([a-z,]+)\]", text)
+        for e in extras.split(",")
     }
     assert named <= set(EXTRAS)
     assert len(named) > 3

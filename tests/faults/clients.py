@@ -37,10 +37,12 @@ def ask(case: Case, count: int, *, seed: int) -> Asked:
     grid = InProcessGrid(app, case.nodes)
     questions: list[Message] = []
     for server_round in range(1, 9):  # the last round stays unanswered; a cohort may be empty
-        asked = list(strategy.configure_train(server_round, initial(), ConfigRecord(), grid))
-        questions = asked or questions
+        train_requests = list(
+            strategy.configure_train(server_round, initial(), ConfigRecord(), grid)
+        )
+        questions = train_requests or questions
         if server_round < 8:
-            strategy.aggregate_train(server_round, grid.send_and_receive(asked))
+            strategy.aggregate_train(server_round, grid.send_and_receive(train_requests))
     facts = dict(questions[0].content.config_records[records.ROUND])
     mutations = requests(facts)
     if case is PRIVATE:

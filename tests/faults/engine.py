@@ -96,14 +96,14 @@ class Referee:
         )
 
     def _check_scores(self, number: int, summarised: bool) -> None:
-        told = {
+        metrics = {
             partition: dict(reply.content.metric_records[records.METRICS])
             for partition, reply in self.grid.scores.items()
         }
-        if summarised != bool(told) or (told and self.strategy.run.client_metrics != told):
+        if summarised != bool(metrics) or (metrics and self.strategy.run.client_metrics != metrics):
             self.outcome.accepted.append(f"scores of round {number}")
         mean = self.strategy.run.progress.row.get("accuracy_mean", 0.0)
-        if told and not np.isclose(mean, np.mean([one["accuracy"] for one in told.values()])):
+        if metrics and not np.isclose(mean, np.mean([one["accuracy"] for one in metrics.values()])):
             self.outcome.wrong_aggregates.append(f"scores of round {number}")
 
     def _check(
@@ -141,7 +141,7 @@ def expected_model(
     strategy: FederatedStrategy,
     base: records.Arrays,
     uploads: list[records.Arrays],
-    asked: int,
+    request: int,
 ) -> records.Arrays | None:
     """Return the next model by plain arithmetic, with seeded noise; None without a release."""
     plan, number = strategy.run.plan, strategy.participations.rounds
@@ -159,7 +159,7 @@ def expected_model(
             for array in upload.values():
                 array *= min(1.0, clipping_norm / norm)
     else:
-        stddev *= np.sqrt(1 - len(uploads) / asked) if asked else 1.0
+        stddev *= np.sqrt(1 - len(uploads) / request) if request else 1.0
     rng = seeded_generator(SEED, "server-noise", number)
     divisor = plan.sampling.expected_cohort_size
     if isinstance(strategy.method, UldpAvg):

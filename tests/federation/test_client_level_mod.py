@@ -128,7 +128,7 @@ def test_the_norm_before_clipping_is_sent_if_diagnostics_are_requested():
 
 
 @pytest.mark.parametrize(
-    ("protection", "facts", "said"),
+    ("protection", "facts", "message"),
     [
         (OutputPerturbation(clipping_norm=1.0, noise_stddev=1.0), {}, "'OutputPerturbation'"),
         (None, {}, "'none'"),
@@ -139,11 +139,11 @@ def test_the_norm_before_clipping_is_sent_if_diagnostics_are_requested():
         (TIGHT, {"another": 1.0}, "a known protection"),
     ],
 )
-def test_a_message_beyond_the_mods_abilities_is_refused_by_name(protection, facts, said):
+def test_a_message_beyond_the_mods_abilities_is_refused_by_name(protection, facts, message):
     model = {"w": np.zeros(3, np.float32)}
     reply = ask(model, model, protection, **facts)
     assert reply.has_error()
-    assert said in reply.error.reason
+    assert message in reply.error.reason
 
 
 def test_a_plan_whose_server_noises_asks_the_client_for_nothing():

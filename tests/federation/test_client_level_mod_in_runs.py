@@ -461,9 +461,9 @@ def test_an_odd_client_sends_an_unlearned_update_and_changes_no_other(name):
     def still(received, partition):
         return received if partition == 1 else moved(received, partition)
 
-    expected, found = uploads(foreign_app(still)), uploads(odd_app(name))
-    assert found.keys() == expected.keys()
-    for node, content in found.items():
+    expected, changed = uploads(foreign_app(still)), uploads(odd_app(name))
+    assert changed.keys() == expected.keys()
+    for node, content in changed.items():
         assert content.keys() == expected[node].keys()
         for key, array in content[records.UPDATE].items():
             other = expected[node][records.UPDATE][key]

@@ -217,5 +217,5 @@ def test_expected_errors_stay_out_of_the_log_while_expected(caplog):
             log.error("another error")
             log.warning("a warning: no such query")
         log.error("no such query")
-    said = [record.getMessage() for record in caplog.records]
-    assert said == ["another error", "a warning: no such query", "no such query"]
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ["another error", "a warning: no such query", "no such query"]

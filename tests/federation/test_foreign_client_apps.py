@@ -97,8 +97,8 @@ def test_a_custom_app_with_tied_names_is_refused_unless_one_is_sent(placement):
     both = {**START, **tied, "head.weight": tied["embedding.weight"]}
     app = foreign(placement, **{"head.weight": both["head.weight"] + np.float32(STEP)})
     _, grid, start = run_foreign(app, placement, both)
-    said = r"'head.weight' has the same initial numbers as 'embedding.weight', as if tied to it"
-    with pytest.raises(UnshareableModel, match=said):
+    message = r"'head.weight' has the same initial numbers as 'embedding.weight', as if tied to it"
+    with pytest.raises(UnshareableModel, match=message):
         start()
     assert grid.trainings == 0
     strategy, _, start = run_foreign(app, placement, {**START, **tied})

@@ -223,8 +223,8 @@ def round_of(name):
     number, replies = 0, []
     while len(replies) < 2:
         number += 1
-        asked = strategy.configure_train(number, initial(), ConfigRecord(), grid)
-        replies = list(grid.send_and_receive(asked))
+        train_requests = strategy.configure_train(number, initial(), ConfigRecord(), grid)
+        replies = list(grid.send_and_receive(train_requests))
     evaluate = strategy.configure_evaluate(number, initial(), ConfigRecord(), grid)
     return strategy, replies, list(grid.send_and_receive(evaluate))
 
@@ -246,12 +246,12 @@ def held_against(name, kind, what, seed, mutations):
     mutations[what](bad := copied(good), rng)
     if weighting := getattr(getattr(read, "__self__", None), "_summation", None):
         weighting.server._sums.clear()  # one round serves several examples
-    found, refusals = accepted(strategy, phase.requests, [bad], read)
-    assert found == {}
+    accepted_replies, refusals = accepted(strategy, phase.requests, [bad], read)
+    assert accepted_replies == {}
     assert len(refusals) == 1
     assert refusals[0].partition(": ")[2].strip()
-    found, refusals = accepted(strategy, phase.requests, [bad, good, bad], read)
-    assert set(found) == {good.metadata.src_node_id - 1_000}
+    accepted_replies, refusals = accepted(strategy, phase.requests, [bad, good, bad], read)
+    assert set(accepted_replies) == {good.metadata.src_node_id - 1_000}
     assert len(refusals) == 2
 
 
@@ -319,8 +319,8 @@ def test_a_packed_reply_of_anything_costs_the_clients_of_its_node_alone(content)
     grid.only, grid.content = "train", content
     strategy = FederatedStrategy(DPFedAvg(local=FAST), nobody_private())
     virtual = VirtualGrid(grid, CLIENTS // 2)
-    asked = strategy.configure_train(1, initial(), ConfigRecord(), virtual)
-    moved, _ = strategy.aggregate_train(1, virtual.send_and_receive(asked))
+    train_requests = strategy.configure_train(1, initial(), ConfigRecord(), virtual)
+    moved, _ = strategy.aggregate_train(1, virtual.send_and_receive(train_requests))
     assert moved is not None
     assert strategy.run.progress.row["answered"] == CLIENTS // 2
 
@@ -334,10 +334,10 @@ def asked_of(name):
     grid = InProcessGrid(strategy.method.client_app(task(), allow_seeded_noise=allowed), case.nodes)
     questions = []
     for number in (1, 2, 3, 4, 5):
-        asked = strategy.configure_train(number, initial(), ConfigRecord(), grid)
+        train_requests = strategy.configure_train(number, initial(), ConfigRecord(), grid)
         if number < 5:
-            strategy.aggregate_train(number, grid.send_and_receive(asked))
-        questions = asked or questions
+            strategy.aggregate_train(number, grid.send_and_receive(train_requests))
+        questions = train_requests or questions
     return grid, questions[0]
 
 

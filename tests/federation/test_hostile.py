@@ -86,8 +86,8 @@ def test_one_client_cannot_remove_a_score_of_others_or_add_one():
 def test_a_reason_is_kept_short_whatever_a_client_writes_in_it():
     grid = InProcessGrid(DPFedAvg.client_app(task()), CLIENTS)
     strategy = FederatedStrategy(DPFedAvg(local=FAST), plan())
-    asked = strategy.configure_train(1, initial(), ConfigRecord(), grid)
-    replies = list(grid.send_and_receive(asked))
+    requests = strategy.configure_train(1, initial(), ConfigRecord(), grid)
+    replies = list(grid.send_and_receive(requests))
     replies[0].content["update"] = ArrayRecord({"x" * 10**6: Array(np.ones(1))})
     strategy.aggregate_train(1, replies)
     assert len(strategy.refusals) == 1
@@ -115,8 +115,8 @@ def test_an_old_upload_stays_refused_when_it_claims_the_current_round():
     strategy = FederatedStrategy(DPFedAvg(local=FAST), plan())
     kept = list(grid.send_and_receive(strategy.configure_train(1, initial(), ConfigRecord(), grid)))
     strategy.aggregate_train(1, kept)
-    asked = strategy.configure_train(2, initial(), ConfigRecord(), grid)
-    fresh = list(grid.send_and_receive(asked))
+    requests = strategy.configure_train(2, initial(), ConfigRecord(), grid)
+    fresh = list(grid.send_and_receive(requests))
     for old in kept:
         old.metadata.__dict__["_group_id"] = "2"
     strategy.aggregate_train(2, [*kept, *fresh])
@@ -130,8 +130,8 @@ def test_an_upload_is_no_answer_to_an_evaluation_of_the_same_round():
     strategy = FederatedStrategy(
         DPFedAvg(local=FAST), NonPrivatePlan(sampling=FullParticipation(CLIENTS))
     )
-    asked = strategy.configure_train(1, initial(), ConfigRecord(), grid)
-    uploads = list(grid.send_and_receive(asked))
+    requests = strategy.configure_train(1, initial(), ConfigRecord(), grid)
+    uploads = list(grid.send_and_receive(requests))
     strategy.configure_evaluate(1, initial(), ConfigRecord(), grid)
     assert uploads[0].content.metric_records  # metrics with sizes, as scores have them
     assert strategy.aggregate_evaluate(1, uploads) is None
@@ -230,11 +230,11 @@ def test_a_message_to_several_clients_names_its_receivers_once_and_correctly(fac
     grid = InProcessGrid(DPFedAvg.client_app(task()), 2)
     virtual = VirtualGrid(grid, 2)
     strategy = FederatedStrategy(DPFedAvg(local=FAST), plan())
-    asked = strategy.configure_train(1, initial(), ConfigRecord(), virtual)
-    packed = pack(asked[:2], 1_000, [0, 1], clients_per_node=2)
-    told = packed.content.config_records["packed"]
+    requests = strategy.configure_train(1, initial(), ConfigRecord(), virtual)
+    packed = pack(requests[:2], 1_000, [0, 1], clients_per_node=2)
+    told_facts = packed.content.config_records["packed"]
     for name, value in facts.items():
-        told[name] = value
+        told_facts[name] = value
     (answer,) = grid.send_and_receive([packed])
     if not answer.has_error():  # the node answers with an error for each client
         codes = answer.content.config_records["packed"]["error-code"]

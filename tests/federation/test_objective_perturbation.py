@@ -83,9 +83,9 @@ def test_a_client_with_too_few_examples_for_its_noise_sends_nothing(size, refuse
     strategy, grid = run(plan(OBJECTIVE), app=app)
     assert len(strategy.refusals) == refused
     if refused:
-        (said,) = strategy.refusals
-        assert "trains on too few examples" in said
-        assert "at least 5, which is 2u₂/μ (Upcycled-FL, Theorem 6.3), where u₂ bounds" in said
+        (refusal,) = strategy.refusals
+        assert "trains on too few examples" in refusal
+        assert "at least 5, which is 2u₂/μ (Upcycled-FL, Theorem 6.3), where u₂ bounds" in refusal
         (failed,) = [reply for reply in of_training(grid.received) if reply.has_error()]
         assert not failed.has_content()
     assert strategy.run.progress.row["answered"] == CLIENTS - refused
@@ -97,16 +97,16 @@ def test_output_perturbation_asks_for_no_number_of_examples():
 
 
 @pytest.mark.parametrize(
-    ("changes", "local", "said"),
+    ("changes", "local", "message"),
     [
         ({"generalised_linear": False}, EXACT, "generalised linear model"),
         ({"feature_norm_bound": 2.0}, EXACT, "features have norm at most 1"),
         ({}, LocalTraining(epochs=1), "the proximal weight is above 0"),
     ],
 )
-def test_a_problem_outside_theorem_6_3_ends_the_run_before_sending(changes, local, said):
+def test_a_problem_outside_theorem_6_3_ends_the_run_before_sending(changes, local, message):
     grid = Recorder(DPFedAvg.client_app(task()), num_clients=CLIENTS)
     the_plan = plan(OBJECTIVE, objective=replace(KNOWN, **changes))
-    with pytest.raises(PreconditionFailed, match=said):
+    with pytest.raises(PreconditionFailed, match=message):
         FederatedStrategy(DPFedAvg(local=local), the_plan).start(grid, initial())
     assert of_training(grid.sent) == []

@@ -105,11 +105,11 @@ def test_noise_of_zero_is_refused_by_the_plan_and_by_the_client():
         OutputPerturbation(clipping_norm=1.0, noise_stddev=0.0)
     received = {"weight": torch.zeros(1, DIMENSION).double()}
     facts = facts_of(plan())
-    for changes, said in (
+    for changes, message in (
         ({"noise-stddev": 0.0}, "noise-stddev=0.0"),
         ({"clipping-norm": -1.0}, "clipping-norm=-1.0"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             leaving(received, received, ConfigRecord({**facts, **changes}))
 
 

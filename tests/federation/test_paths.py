@@ -194,8 +194,8 @@ def lengths(size):
 def sent_task(size, dtype=torch.float32, records_of=lambda client: 1):
     def data(client):
         features = torch.full((records_of(client), 9), lengths(size)[client], dtype=dtype)
-        own = Examples(features, torch.zeros(len(features), dtype=torch.int64))
-        return ClientData(train=own, test=own)
+        examples = Examples(features, torch.zeros(len(features), dtype=torch.int64))
+        return ClientData(train=examples, test=examples)
 
     return Task(model=lambda: Parts().to(dtype), data=data, device="cpu")
 
@@ -223,8 +223,8 @@ def sent(
 ):
     """Run one round of `Sent`, or of a ClientApp from elsewhere."""
     kind = torch.float64 if dtype == np.float64 else torch.float32
-    own = app(size) if app else method.client_app(sent_task(size, kind, records_of))
-    clients = grid(own, CLIENTS, **options)
+    loop_task = app(size) if app else method.client_app(sent_task(size, kind, records_of))
+    clients = grid(loop_task, CLIENTS, **options)
     initial = {name: np.zeros(shape, dtype) for name, shape in SHAPES.items()}
     strategy = strategy_of(method, plan=plan, evaluate_every=0, timeout=5.0)
     try:
@@ -285,8 +285,8 @@ def linear(size, strategy, factor, *, silos=0, norm=NORM):
         )
 
     def client(number):
-        own = Examples(x if number == 0 else 0 * x, torch.ones(1))
-        return ClientData(train=own, test=own)
+        examples = Examples(x if number == 0 else 0 * x, torch.ones(1))
+        return ClientData(train=examples, test=examples)
 
     task = Task(
         model=lambda: nn.Linear(16, 1, bias=False),
@@ -359,8 +359,8 @@ def scores(size):
 
     def data(client):
         told = 0.5 + 0.5 * size * (client == LAST)
-        own = Examples(torch.zeros(1, 16), torch.tensor([told]))
-        return ClientData(train=own, test=own)
+        examples = Examples(torch.zeros(1, 16), torch.tensor([told]))
+        return ClientData(train=examples, test=examples)
 
     task = Task(
         model=lambda: nn.Linear(16, 1, bias=False),

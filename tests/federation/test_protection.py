@@ -93,9 +93,9 @@ def test_seeded_noise_a_client_forbids_is_refused_with_what_to_change(perturbati
     with pytest.raises(FederationNotReady, match="seeded noise, which this client"):
         strategy.start(grid, initial(), num_rounds=1)
     assert len(strategy.refusals) == CLIENTS
-    for said in strategy.refusals:
-        assert "seeded noise, which this client does not allow" in said
-        assert "allow_seeded_noise=True" in said
+    for refusal in strategy.refusals:
+        assert "seeded noise, which this client does not allow" in refusal
+        assert "allow_seeded_noise=True" in refusal
     assert not any(reply.has_content() for reply in of_training(grid.received))
 
 
@@ -376,7 +376,7 @@ WHOLE = ClipAndNoise(clipping_norm=2.0, noise_stddev=1.0)
 
 
 @pytest.mark.parametrize(
-    ("update", "protection", "said"),
+    ("update", "protection", "message"),
     [
         ({"weight": torch.ones(2)}, UNITS, "sets no bound for"),
         (
@@ -404,8 +404,8 @@ WHOLE = ClipAndNoise(clipping_norm=2.0, noise_stddev=1.0)
         (hidden_sum(2.0), Unprotected(), "the plan expects no bound"),
     ],
 )
-def test_the_bound_on_units_of_a_sum_must_be_the_plans(update, protection, said):
-    with pytest.raises(ValueError, match=said):
+def test_the_bound_on_units_of_a_sum_must_be_the_plans(update, protection, message):
+    with pytest.raises(ValueError, match=message):
         protected(update, {"weight": torch.zeros(2)}, protection, SecureNoise())
 
 

@@ -47,11 +47,11 @@ def test_the_directory_holds_all_that_an_app_of_ours_leaves(tmp_path, capsys, ca
         np.testing.assert_array_equal(array, result.arrays[name].numpy())
     for name in ("report.html", "report.md", "use.json", "checkpoints/3.checkpoint"):
         assert (run.path / name).is_file()
-    told = capsys.readouterr().out.splitlines()
-    assert told == [f"Report: {run.path / 'report.html'}"]
-    said = [record.getMessage() for record in caplog.records]
-    assert said[0] == f"Run directory: {run.path}"
-    assert len(said) <= 6  # one line per round, and three more
+    output = capsys.readouterr().out.splitlines()
+    assert output == [f"Report: {run.path / 'report.html'}"]
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[0] == f"Run directory: {run.path}"
+    assert len(messages) <= 6  # one line per round, and three more
     assert (run.path / "report.md").read_text().startswith("# DPFedAvg\n")
 
 

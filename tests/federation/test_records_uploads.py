@@ -69,8 +69,8 @@ def result(plan, values, *, workers, **grid):
     """The model after two rounds of clients that send ``values``, and the refusals."""
 
     def data(client):
-        own = Examples(torch.full((3, 6), values[client]), torch.zeros(3, dtype=torch.int64))
-        return ClientData(train=own, test=own)
+        examples = Examples(torch.full((3, 6), values[client]), torch.zeros(3, dtype=torch.int64))
+        return ClientData(train=examples, test=examples)
 
     strategy = FederatedStrategy(
         Told(), plan, seed=1, seeded_noise=plan.delta is not None, evaluate_every=0
@@ -132,8 +132,8 @@ def test_replies_of_a_worker_stay_readable_after_its_next_messages():
     values = [float(client) for client in range(CLIENTS)]
 
     def data(client):
-        own = Examples(torch.full((3, 6), values[client]), torch.zeros(3, dtype=torch.int64))
-        return ClientData(train=own, test=own)
+        examples = Examples(torch.full((3, 6), values[client]), torch.zeros(3, dtype=torch.int64))
+        return ClientData(train=examples, test=examples)
 
     grid = InProcessGrid(
         Told.client_app(Task(model=Net, data=data, device="cpu")), CLIENTS, workers=2
@@ -143,8 +143,8 @@ def test_replies_of_a_worker_stay_readable_after_its_next_messages():
         model = records.to_record(MODEL)
         replies = []
         for number in (1, 2):
-            asked = strategy.configure_train(number, model, ArrayRecord(), grid)
-            replies.append(list(grid.send_and_receive(asked)))
+            requests = strategy.configure_train(number, model, ArrayRecord(), grid)
+            replies.append(list(grid.send_and_receive(requests)))
         for of_round in replies:
             sent = [records.to_arrays(r.content.array_records[records.UPDATE]) for r in of_round]
             assert [float(one["head.bias"][0]) for one in sent] == values

@@ -251,10 +251,12 @@ def test_a_run_waits_for_all_nodes_before_it_samples():
     assert len(strategy.configure_train(1, initial(), ConfigRecord(), grid)) == CLIENTS
 
 
-@pytest.mark.parametrize(("clients", "said"), [(4, "4 of 6 nodes"), (7, "7 nodes are connected")])
-def test_a_missing_population_is_an_error_that_says_what_to_change(clients, said):
+@pytest.mark.parametrize(
+    ("clients", "message"), [(4, "4 of 6 nodes"), (7, "7 nodes are connected")]
+)
+def test_a_missing_population_is_an_error_that_says_what_to_change(clients, message):
     strategy = FederatedStrategy(DPFedAvg(local=FAST), plan(), timeout=0.3)
-    with pytest.raises(FederationNotReady, match=said):
+    with pytest.raises(FederationNotReady, match=message):
         strategy.start(grid_of(average_app(), clients), initial(), num_rounds=1)
 
 
@@ -429,13 +431,13 @@ def test_a_client_without_test_or_training_examples_says_what_it_has():
     )
     strategy.start(grid, initial(), num_rounds=1)
     assert all("cannot train" in refusal for refusal in strategy.refusals)  # of client 3
-    told = {
+    metrics = {
         reply.metadata.src_node_id - 1_000: set(reply.content.metric_records[records.METRICS])
         for reply in grid.received
         if reply.metadata.message_type.startswith("evaluate")
     }
     both = {"loss", "share", "training_loss", "num-examples"}
-    assert told == {
+    assert metrics == {
         **dict.fromkeys(range(CLIENTS), both),
         2: {"training_loss", "num-examples"},
         3: both - {"training_loss"},
@@ -709,11 +711,11 @@ def test_a_run_may_stop_early_and_is_evaluated_where_it_stops():
 
 
 def test_a_simulated_foreign_client_app_is_asked_for_its_partition_once():
-    asked = []
+    requests = []
 
     class Counting(InProcessGrid):
         def _answer_here(self, messages):
-            asked.extend(message.metadata.message_type for message in messages)
+            requests.extend(message.metadata.message_type for message in messages)
             return super()._answer_here(messages)
 
     grid = Counting(foreign_app(), num_clients=CLIENTS)
@@ -721,7 +723,7 @@ def test_a_simulated_foreign_client_app_is_asked_for_its_partition_once():
     FederatedStrategy(DPFedAvg(local=FAST), without).start(
         grid, initial(), num_rounds=2, train_config=ConfigRecord({"lr": 0.1})
     )
-    assert asked.count("query.identity") == 1
+    assert requests.count("query.identity") == 1
 
 
 def test_a_foreign_client_app_is_bounded_and_noised_by_the_server():
@@ -741,7 +743,7 @@ def test_a_foreign_client_app_is_not_trusted_with_unknown_requests(strategy):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"server": 0.5}, "server=0.5: expected an optimiser"),
         ({"average": 3}, "average=3: expected ExponentialAverage"),
@@ -751,8 +753,8 @@ def test_a_foreign_client_app_is_not_trusted_with_unknown_requests(strategy):
         ({"personal": "head"}, r"a sequence of names, .* \('head',\)"),
     ],
 )
-def test_unfit_options_are_refused(options, said):
-    with pytest.raises(ValueError, match=said):
+def test_unfit_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
         strategy_of(DPFedAvg, plan=plan(), **options).start(
             grid_of(average_app()), initial(), num_rounds=1
         )
@@ -866,13 +868,13 @@ def test_training_beyond_the_rounds_of_the_plan_is_logged_once(caplog):
     FederatedStrategy(DPFedAvg(local=FAST), few).start(
         grid_of(average_app()), initial(), num_rounds=4
     )
-    said = [line for line in caplog.messages if "beyond" in line]
-    assert len(said) == 1
-    assert "training round 3 is beyond the 2 rounds for which" in said[0]
+    messages = [line for line in caplog.messages if "beyond" in line]
+    assert len(messages) == 1
+    assert "training round 3 is beyond the 2 rounds for which" in messages[0]
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (lambda i: (torch.zeros(3, 6), torch.zeros(3)), "of the Task: expected ClientData"),
         (
@@ -881,10 +883,10 @@ def test_training_beyond_the_rounds_of_the_plan_is_logged_once(caplog):
         ),
     ],
 )
-def test_unusable_data_give_one_line_and_one_log_entry(data, said, caplog):
+def test_unusable_data_give_one_line_and_one_log_entry(data, message, caplog):
     strategy = FederatedStrategy(DPFedAvg(local=FAST), NonPrivatePlan(sampling=plan().sampling))
     app = DPFedAvg.client_app(Task(model=Net, data=data, device="cpu"))
-    with pytest.raises(FederationNotReady, match=said) as failed:
+    with pytest.raises(FederationNotReady, match=message) as failed:
         strategy.start(grid_of(app), initial(), num_rounds=2)
     assert "\n" not in str(failed.value)
     assert not any("\n" in refusal for refusal in strategy.refusals)

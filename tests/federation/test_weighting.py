@@ -30,8 +30,8 @@ SGD = LocalTraining(epochs=1, batch_size=5, learning_rate=0.3)
 
 
 def unequal(client: int) -> ClientData:
-    own = client_data(client)
-    return ClientData(train=own.train.subset(np.arange(SIZES[client])), test=own.test)
+    data = client_data(client)
+    return ClientData(train=data.train.subset(np.arange(SIZES[client])), test=data.test)
 
 
 TASK = Task(model=Net, data=unequal, device="cpu")

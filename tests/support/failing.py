@@ -73,11 +73,11 @@ def failing_task(kind: str | None, *, model=Net, beginning: int = 0) -> Task:
 
     def data(partition):
         nonlocal loaded
-        own = client_data(partition)
+        client_examples = client_data(partition)
         if kind is None or partition != FAILING:
-            return own
+            return client_examples
         loaded += 1
-        return own if loaded <= beginning else _spoiled(own, kind)
+        return client_examples if loaded <= beginning else _spoiled(client_examples, kind)
 
     return Task(model=model, data=data, loss=_loss, metrics={}, device="cpu")
 

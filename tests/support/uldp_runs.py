@@ -69,8 +69,8 @@ def sum_of(method, data, sampling, weighting, bound):
     )
     start = ArrayRecord(task().initial_params(SEED))
     strategy.run.progress.begin()
-    asked = strategy.configure_train(1, start, ConfigRecord(), grid)
-    strategy.aggregate_train(1, grid.send_and_receive(asked))
+    requests = strategy.configure_train(1, start, ConfigRecord(), grid)
+    strategy.aggregate_train(1, grid.send_and_receive(requests))
     assert strategy.refusals == []
     return np.concatenate([a.ravel() for a in seen.values()])
 

@@ -83,7 +83,7 @@ def test_no_bit_of_a_score_depends_on_the_clients_before():
     task, jobs = problem(Remembering), jobs_of(Dense, [SGD], [8, 8, 8])
     data = [job.examples for job in jobs]
     together = evaluate_each(task, [jobs[0].params] * 3, data)
-    assert together == [evaluate(task, jobs[0].params, own) for own in data]
+    assert together == [evaluate(task, jobs[0].params, examples) for examples in data]
 
 
 class Random(nn.Linear):

@@ -151,9 +151,9 @@ def test_a_model_that_writes_into_its_inputs_leaves_trees_unchanged():
     data = as_mapping(packed(8))
     before = {name: leaf.clone() for name, leaf in data.features.items()}
     task = problem(Overwriting)
-    own = replace(job(data), training=replace(SGD, batch_size=100))
-    trained(task, own)
-    evaluate(task, own.params, data)
+    smaller_job = replace(job(data), training=replace(SGD, batch_size=100))
+    trained(task, smaller_job)
+    evaluate(task, smaller_job.params, data)
     assert all(torch.equal(data.features[name], leaf) for name, leaf in before.items())
 
 
@@ -172,15 +172,15 @@ def test_targets_may_be_a_mapping_as_outputs_may():
     data = packed(9)
     aims = {"label": data.targets, "again": data.targets.flip(0)}
     task = replace(problem(TwoHeads, total), metrics={})
-    own = job(Examples(as_tuple(data).features, aims))
+    examples = job(Examples(as_tuple(data).features, aims))
 
-    model = trained(task, own)
+    model = trained(task, examples)
     outputs = torch.func.functional_call(PACKED.model(), model, (data.features,))
     expected = cross_entropy(outputs, aims["label"]) + cross_entropy(-outputs, aims["again"])
     for size in (1024, 4):
-        found = evaluate(task, model, own.examples, batch_size=size)
+        found = evaluate(task, model, examples.examples, batch_size=size)
         assert found["loss"] == pytest.approx(float(expected))
-    assert found["loss"] < evaluate(task, own.params, own.examples)["loss"]
+    assert found["loss"] < evaluate(task, examples.params, examples.examples)["loss"]
 
 
 @pytest.mark.parametrize("which", FORMS)
@@ -190,7 +190,7 @@ def test_a_tree_is_scored_as_a_packed_tensor(which):
     models[2] = models[0]
     data = [packed(size, size) for size in (7, 12, 5)]
     theirs = evaluate_each(PACKED, models, data)
-    ours = evaluate_each(task, models, [form(own) for own in data])
+    ours = evaluate_each(task, models, [form(examples) for examples in data])
     for one, other in zip(ours, theirs, strict=True):
         assert one == pytest.approx(other)
         assert set(one) == {"loss", "accuracy"}
@@ -238,8 +238,8 @@ def test_outputs_of_mini_batches_are_joined_in_the_models_type(kind, size):
 def test_an_output_without_one_row_per_example_is_named_when_joined():
     data, params = with_labels(packed(10)), PACKED.initial_params(1)
     assert set(evaluate(OWN_LOSS, params, data)) == {"loss", "accuracy"}
-    said = r"outputs\['loss'\] of shape \(\) for a mini-batch of 4 examples: .* such as logits"
-    with pytest.raises(InvalidValue, match=said):
+    message = r"outputs\['loss'\] of shape \(\) for a mini-batch of 4 examples: .* such as logits"
+    with pytest.raises(InvalidValue, match=message):
         evaluate(OWN_LOSS, params, data, batch_size=4)
     logits_alone = replace(OWN_LOSS, loss=of_output(cross_entropy))
     found = evaluate(logits_alone, params, as_mapping(packed(10)), batch_size=4)

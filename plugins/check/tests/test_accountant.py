@@ -142,7 +142,7 @@ def test_amplification_by_cohorts_that_are_not_secret_is_refused(kind):
 
 
 @pytest.mark.parametrize(
-    ("act", "said"),
+    ("act", "message"),
     [
         (lambda a: a.compose(event(population=50)), "population_size=50"),
         (lambda a: a.would_exceed(event(population=50), 1.0), "population_size=50"),
@@ -157,9 +157,9 @@ def test_amplification_by_cohorts_that_are_not_secret_is_refused(kind):
         (lambda a: a.get_delta(-1.0), "epsilon=-1.0"),
     ],
 )
-def test_meaningless_arguments_are_refused_at_no_charge(act, said):
+def test_meaningless_arguments_are_refused_at_no_charge(act, message):
     ours = accountant()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         act(ours)
     assert ours.num_releases == 0
 
@@ -197,7 +197,7 @@ def changed(**facts):
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "message"),
     [
         ({}, "releases"),
         ({"releases": None}, "state of the accountant"),
@@ -207,10 +207,10 @@ def changed(**facts):
         (changed(release=OTHER.to_dict()), "of another configuration"),
     ],
 )
-def test_a_state_of_something_else_is_refused_and_changes_nothing(state, said):
+def test_a_state_of_something_else_is_refused_and_changes_nothing(state, message):
     ours = filled()
     before = ours.state_dict()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         ours.load_state_dict(state)
     assert ours.state_dict() == before
 

@@ -44,8 +44,8 @@ def test_every_coordinate_of_a_sum_is_that_of_plain_weights(method, sampling, mo
     start(strategy := lattice_of(method, sampling=sampling))
     assert strategy.refusals == []
     assert len(watch.sums) == ROUNDS
-    for number, found in enumerate(watch.sums, start=1):
-        assert np.abs(found - watch.expected(number)).max() <= 1e-7 * NORM
+    for number, total in enumerate(watch.sums, start=1):
+        assert np.abs(total - watch.expected(number)).max() <= 1e-7 * NORM
     if sampling is SOME:
         assert any(len(places) < USERS for places in watch.drawn)
         assert strategy.run.progress.row["users"] == len(watch.drawn[-1])
@@ -98,13 +98,13 @@ def test_the_server_receives_messages_of_the_protocol_and_nothing_else(transcrip
 
 def test_no_secret_of_a_silo_is_in_any_message(transcript):
     _, grid = transcript
-    told = b"||".join(array.tobytes() for _, _, array in arrays([*grid.sent, *grid.received]))
+    sent_bytes = b"||".join(array.tobytes() for _, _, array in arrays([*grid.sent, *grid.received]))
     for number in range(SILOS):
         silo = stored_silo(vault(grid, number))
         for secret in (silo.seed, silo.private, *silo._pairs._keys.values()):
             assert len(secret) == 32
-            assert secret not in told
-        assert vault(grid, number).load() not in told
+            assert secret not in sent_bytes
+        assert vault(grid, number).load() not in sent_bytes
 
 
 def test_weights_and_uploads_of_every_round_are_fresh(transcript):
@@ -151,7 +151,11 @@ def test_sums_hold_the_users_that_all_silos_took_by_oblivious_transfer(monkeypat
     assert strategy.refusals == []
     assert len(taken) == ROUNDS * SILOS
     drawn = [
-        [at for at, (own, column) in enumerate(zip(made[number], row, strict=True)) if own[column]]
+        [
+            at
+            for at, (is_drawn, column) in enumerate(zip(made[number], row, strict=True))
+            if is_drawn[column]
+        ]
         for number, row in enumerate(taken[::SILOS])
     ]
     watch.drawn[:] = drawn
@@ -165,13 +169,13 @@ def test_only_silo_0_draws_and_the_server_sees_group_elements():
     grid, _ = start(hidden_lattice(evaluate_every=0), Recorder)
     asked = [m for m, name, _ in arrays(grid.sent) if name == "draw"]
     assert [m.metadata.dst_node_id for m in asked] == [1_000] * ROUNDS
-    told = [a.tobytes() for _, name, a in arrays(grid.received) if name == "draw"]
-    pieces = [data[at : at + 32] for data in told for at in range(0, len(data), 32)]
+    answers = [a.tobytes() for _, name, a in arrays(grid.received) if name == "draw"]
+    pieces = [data[at : at + 32] for data in answers for at in range(0, len(data), 32)]
     assert len(set(pieces)) == len(pieces) == ROUNDS * USERS
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"),
+    ("bad", "message"),
     [
         (lambda: LatticeWeighting(draw_choices=1), "draw_choices=1: expected an integer >= 2"),
         (
@@ -184,6 +188,6 @@ def test_only_silo_0_draws_and_the_server_sees_group_elements():
         ),
     ],
 )
-def test_a_draw_that_does_not_fit_the_plan_is_refused(bad, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_draw_that_does_not_fit_the_plan_is_refused(bad, message):
+    with pytest.raises(ValueError, match=message):
         bad()

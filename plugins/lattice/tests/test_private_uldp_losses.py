@@ -51,8 +51,8 @@ def party(strategy):
 
 def with_sum(change):
     def meddle(replies, grid):
-        told = dict(records.to_arrays(replies[1].content["update"]))
-        replies[1].content["update"] = records.to_record(change(told))
+        answer = dict(records.to_arrays(replies[1].content["update"]))
+        replies[1].content["update"] = records.to_record(change(answer))
         return replies
 
     return meddle
@@ -67,16 +67,16 @@ def stale(replies, grid):
     "sampling", grids.grid([EVERYONE, SOME], lambda sampling: sampling is SOME)
 )
 @pytest.mark.parametrize(
-    ("meddle", "said"),
+    ("meddle", "message"),
     [
         (lambda replies, grid: replies[:1] + replies[2:], None),
-        (with_sum(lambda told: {**told, "sum": told["sum"][:-1]}), "LatticeSum of"),
-        (with_sum(lambda told: {**told, "sum": np.zeros_like(told["sum"])}), "LatticeSum"),
+        (with_sum(lambda answer: {**answer, "sum": answer["sum"][:-1]}), "LatticeSum of"),
+        (with_sum(lambda answer: {**answer, "sum": np.zeros_like(answer["sum"])}), "LatticeSum"),
         (stale, "round 1"),
     ],
 )
 def test_without_the_sum_of_every_silo_the_round_is_discarded(
-    meddle, said, sampling, tmp_path, monkeypatch
+    meddle, message, sampling, tmp_path, monkeypatch
 ):
     watch = Watch(monkeypatch)
     strategy = lattice_of(sampling=sampling, ledger=Ledger(tmp_path / "ledger.jsonl"))
@@ -86,7 +86,9 @@ def test_without_the_sum_of_every_silo_the_round_is_discarded(
     assert kinds == ["reserve", "commit", "reserve", "discard", "reserve", "commit"]
     assert "silos [1] sent nothing" in entries[3]["reason"]
     assert "nothing was decrypted" in entries[3]["reason"]
-    assert [said in refusal for refusal in strategy.refusals] == ([] if said is None else [True])
+    assert [message in refusal for refusal in strategy.refusals] == (
+        [] if message is None else [True]
+    )
     assert len(watch.sums) == 2
     assert np.abs(watch.sums[1] - watch.expected(3)).max() <= 1e-7 * NORM
     assert strategy.participations.rounds == ROUNDS
@@ -101,8 +103,8 @@ def test_every_message_may_reach_a_fresh_process(sampling, monkeypatch):
     watch = Watch(monkeypatch)
     start(strategy := lattice_of(sampling=sampling), FreshProcesses)
     assert strategy.refusals == []
-    for number, found in enumerate(watch.sums, start=1):
-        assert np.abs(found - watch.expected(number)).max() <= 1e-7 * NORM
+    for number, total in enumerate(watch.sums, start=1):
+        assert np.abs(total - watch.expected(number)).max() <= 1e-7 * NORM
 
 
 def test_with_a_folder_for_secrets_a_silo_outlives_its_supernode(tmp_path):
@@ -173,15 +175,15 @@ def provable(strategy):
 )
 def test_guarantees_name_all_that_the_protocol_rests_on(sampling):
     start(strategy := lattice_of(sampling=sampling))
-    found = provable(strategy)
-    assert len(found) == 3
-    for guarantee in found.values():
+    guarantees = provable(strategy)
+    assert len(guarantees) == 3
+    for guarantee in guarantees.values():
         text = "; ".join(guarantee.assumptions)
         assert "experimental and not externally reviewed" in text
         assert "confidential and authenticated" in text
         assert HONEST_COUNTS in guarantee.assumptions
         assert not any(one.startswith("every user has") for one in guarantee.assumptions)
-    sums = "; ".join(found[AdversaryView.SUM_ONLY].assumptions)
+    sums = "; ".join(guarantees[AdversaryView.SUM_ONLY].assumptions)
     for needed in (
         "ring-LWE is hard in Z_q[X]/(X^4096 + 1) for q of 96 bits",
         "Diffie-Hellman",
@@ -192,9 +194,9 @@ def test_guarantees_name_all_that_the_protocol_rests_on(sampling):
     ):
         assert needed in sums
     assert "Paillier" not in sums
-    assert "hint-RLWE" in "; ".join(found[AdversaryView.RELEASED_MODELS].assumptions)
+    assert "hint-RLWE" in "; ".join(guarantees[AdversaryView.RELEASED_MODELS].assumptions)
     assert not any(
-        "no record in any silo" in shown for shown in found[AdversaryView.SUM_ONLY].not_covered
+        "no record in any silo" in shown for shown in guarantees[AdversaryView.SUM_ONLY].not_covered
     )
 
 
@@ -221,10 +223,10 @@ def test_the_residue_covers_what_a_sum_differs_by_from_the_exact_one(monkeypatch
     watch = Watch(monkeypatch)
     start(strategy := lattice_of(sampling=SOME))
     approximation_error = strategy.run.summation.server.settings.approximation_error * NORM
-    for number, found in enumerate(watch.sums, start=1):
-        off = np.linalg.norm(found - watch.expected(number))
+    for number, total in enumerate(watch.sums, start=1):
+        off = np.linalg.norm(total - watch.expected(number))
         encoding = (
-            (USERS + SILOS) * math.sqrt(found.size) * strategy.run.summation.server.settings.step
+            (USERS + SILOS) * math.sqrt(total.size) * strategy.run.summation.server.settings.step
         )
         assert off <= approximation_error + encoding
 
@@ -241,7 +243,7 @@ def test_a_resumed_run_counts_the_larger_costs_of_both_set_ups():
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"),
+    ("bad", "message"),
     [
         (lambda: LatticeWeighting(max_records_per_user=0), "max_records_per_user=0"),
         (lambda: make(protocol=LatticeWeighting(silo_record_limits=())), "silo_record_limits=()"),
@@ -261,8 +263,8 @@ def test_a_resumed_run_counts_the_larger_costs_of_both_set_ups():
         (lambda: lattice_of(num_silos=1), "silos=1"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_before_anybody_is_asked(bad, said):
-    with pytest.raises(ValueError, match=said.replace("(", r"\(").replace(")", r"\)")):
+def test_settings_that_make_no_sense_are_refused_before_anybody_is_asked(bad, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
         bad()
 
 

@@ -81,9 +81,9 @@ def test_sums_of_products_are_those_of_pythons_integers(work, prime, kind):
 
 
 def test_transforms_stay_within_the_bounds_that_exactness_needs(work):
-    for prime, own in enumerate(PRIMES):
-        q = own.value
-        for signs in (np.ones(DEGREE), np.sign(own.roots), -np.sign(own.back)):
+    for prime, modulus in enumerate(PRIMES):
+        q = modulus.value
+        for signs in (np.ones(DEGREE), np.sign(modulus.roots), -np.sign(modulus.back)):
             x = np.repeat(signs * (q // 2), LANES)
             total = np.zeros((1, GROUP))
             ring.add_products(x, np.full((1, DEGREE), float(q // 2)), total, prime)
@@ -93,10 +93,10 @@ def test_transforms_stay_within_the_bounds_that_exactness_needs(work):
 
 def test_transforms_are_undone(work):
     rng = np.random.default_rng(0)
-    for prime, own in enumerate(PRIMES):
-        polynomials = rng.integers(0, own.value, (3, DEGREE)).astype(float)
-        found = ring.inverted(ring.transformed(polynomials, prime), prime)
-        assert (found == polynomials).all()
+    for prime, modulus in enumerate(PRIMES):
+        polynomials = rng.integers(0, modulus.value, (3, DEGREE)).astype(float)
+        polynomial = ring.inverted(ring.transformed(polynomials, prime), prime)
+        assert (polynomial == polynomials).all()
 
 
 def test_switching_rounds_to_the_nearest_word_of_64_bits(work):
@@ -119,9 +119,9 @@ def test_words_split_into_residues_and_join_again(work):
     residues = np.array([np.mod(ring.split(words, p), PRIMES[p].q) for p in (0, 1)])
     for own, q in zip(residues, (Q1, Q2), strict=True):
         assert own.astype(np.int64).tolist() == [int(word) % q for word in words]
-    found = np.zeros(1000, np.int64)
-    ring.add_joined(found, residues)
-    assert (found == words).all()
+    polynomial = np.zeros(1000, np.int64)
+    ring.add_joined(polynomial, residues)
+    assert (polynomial == words).all()
 
 
 def test_words_that_are_not_below_their_prime_are_refused():

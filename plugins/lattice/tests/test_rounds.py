@@ -99,8 +99,8 @@ def test_an_update_of_full_norm_in_one_coordinate_and_extreme_counts(rng):
         updates = np.zeros((2, 1, 2))
         updates[:, :, 1] = -1.0
         noise = rng.standard_normal((2, 2))
-        found = world.run_round(1, updates, noise)
-        assert np.abs(found - world.plain(updates, noise)).max() <= largest_error(world)
+        total = world.run_round(1, updates, noise)
+        assert np.abs(total - world.plain(updates, noise)).max() <= largest_error(world)
 
 
 def test_users_that_are_not_drawn_contribute_nothing(shared):
@@ -309,7 +309,7 @@ def test_steps_out_of_order_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("step", "forged", "said"),
+    ("step", "forged", "message"),
     [
         ("keys", bytes(59), "sealed seeds of 59 bytes: expected 60"),
         ("count", b"\xff" * (4 + 32), "expected integers below the modulus"),
@@ -318,7 +318,7 @@ def test_steps_out_of_order_are_refused():
         ("count", bytes(3), "counts of silo 0 of 3 bytes: expected 4"),
     ],
 )
-def test_malformed_answers_end_the_set_up(step, forged, said):
+def test_malformed_answers_end_the_set_up(step, forged, message):
     class Forging(LatticeSilo):
         def answer(self, name, question, counts):
             answer = super().answer(name, question, counts)
@@ -326,7 +326,7 @@ def test_malformed_answers_end_the_set_up(step, forged, said):
 
     facts = lattice_settings(silos=2, users=1)
     silos = [Forging(facts, i) for i in range(2)]
-    with pytest.raises(InvalidValue, match=said):
+    with pytest.raises(InvalidValue, match=message):
         play(LatticeServer(facts).set_up(), silos, [[1], [1]], [], [])
 
 

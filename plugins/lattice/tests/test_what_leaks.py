@@ -63,8 +63,8 @@ def opened(world, messages) -> np.ndarray:
 
 def below_a_step(world, messages) -> np.ndarray:
     """Return the eight highest bits of the sum below a step, in units of 2^-k."""
-    found = opened(world, messages)
-    return (found - np.rint(found * encrypted_sum._EXCESS).astype(np.int64)) % 2**24 >> 16
+    total = opened(world, messages)
+    return (total - np.rint(total * encrypted_sum._EXCESS).astype(np.int64)) % 2**24 >> 16
 
 
 def next_round(world):
@@ -104,9 +104,9 @@ def errors_of(world, message: LatticeWeights) -> np.ndarray:
 
 def padding_filter(world, message, found: np.ndarray, update: np.ndarray, place: int) -> float:
     """Correlate words beyond the coordinates with what a user's update would leave there."""
-    own = np.zeros(DEGREE)
-    own[: len(update)] = update
-    product = np.fft.fft(np.concatenate([own, np.zeros(DEGREE)])) * np.fft.fft(
+    padding = np.zeros(DEGREE)
+    padding[: len(update)] = update
+    product = np.fft.fft(np.concatenate([padding, np.zeros(DEGREE)])) * np.fft.fft(
         np.concatenate([errors_of(world, message)[place], np.zeros(DEGREE)])
     )
     long = np.fft.ifft(product).real
@@ -123,10 +123,10 @@ class WithPadding(encrypted_sum.EncryptedSum):
     def words(self, noise, masks):
         group = encrypted_sum.Group(self._settings, 0)
         residues, errors, dither = self._rerandomised(group)
-        own = np.zeros(DEGREE)
-        own[: len(noise)] = np.rint(noise / self._settings.step)
+        padding = np.zeros(DEGREE)
+        padding[: len(noise)] = np.rint(noise / self._settings.step)
         dither[len(noise) :] = 0
-        one = ring.switch(np.ascontiguousarray(residues[:, 0]), own, dither)
+        one = ring.switch(np.ascontiguousarray(residues[:, 0]), padding, dither)
         two = ring.switch(np.ascontiguousarray(residues[:, 1]), np.zeros(DEGREE), errors)
         return one.astype("<u8").tobytes(), two.tobytes()
 
@@ -141,15 +141,15 @@ def test_padding_that_would_reveal_participants_is_never_sent():
     faulty.add([update], [1500], world.silos[0].opened(epoch).encryptions([place]))
     first, second = (np.frombuffer(words, "<i8") for words in faulty.words(world.noise[0], []))
     group = encrypted_sum.Group(world.settings, 0)
-    found = first + encrypted_sum._opened(group, world.server._secret, second.view(np.uint64))
-    assert padding_filter(world, epoch, found, update, place) > 0.9
-    assert abs(padding_filter(world, epoch, found, another, place)) < 0.3
+    total = first + encrypted_sum._opened(group, world.server._secret, second.view(np.uint64))
+    assert padding_filter(world, epoch, total, update, place) > 0.9
+    assert abs(padding_filter(world, epoch, total, another, place)) < 0.3
 
     messages = round_of(world)
-    found = opened(world, messages)
+    total = opened(world, messages)
     assert all(len(first_words(message)) == COORDINATES for message in messages)
-    assert len(found) == COORDINATES
-    assert padding_filter(world, epoch, found, update, place) == 0
+    assert len(total) == COORDINATES
+    assert padding_filter(world, epoch, total, update, place) == 0
 
 
 # A repeated epoch
@@ -421,6 +421,6 @@ def test_an_active_server_learns_a_choice_from_a_refused_round(world):
 def test_the_secret_key_is_ternary_and_never_repeats():
     one, other = SecretKey(bytes(32)), SecretKey(bytes([1]) * 32)
     for key in (one, other):
-        found = ring.inverted(key.transforms[0][None], 0)[0]
-        assert set(found) <= {0.0, 1.0, ring.PRIMES[0].q - 1}
+        polynomial = ring.inverted(key.transforms[0][None], 0)[0]
+        assert set(polynomial) <= {0.0, 1.0, ring.PRIMES[0].q - 1}
     assert (one.transforms != other.transforms).any()

@@ -155,8 +155,8 @@ def test_the_best_weight_is_the_numerical_minimum_of_r(seed, basis):
     for variance in (0.0, 0.1, 1.0, 10.0, 1e4):
         best = f.best_global_weight(upload_variance=variance, basis=basis)
         values = f.unfairness(GRID, upload_variance=variance, basis=basis)
-        here = float(f.unfairness(best, upload_variance=variance, basis=basis))
-        assert here <= values.min() * (1 + 1e-12)
+        least = float(f.unfairness(best, upload_variance=variance, basis=basis))
+        assert least <= values.min() * (1 + 1e-12)
         assert abs(best - GRID[np.argmin(values)]) <= 0.0051
 
 

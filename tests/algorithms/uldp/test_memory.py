@@ -121,9 +121,9 @@ def test_no_user_moves_the_update_of_another_by_a_single_bit(model):
     )
 
     def updates(users):
-        own = replace(job, users={user: job.users[user] for user in users})
+        smaller_job = replace(job, users={user: job.users[user] for user in users})
         found = silo_training.users_updates(
-            task, [own], trained=lambda name: True, memory_limit=2**30
+            task, [smaller_job], trained=lambda name: True, memory_limit=2**30
         )
         return {
             user: {name: part[row].clone() for name, part in rows.items()}
@@ -140,10 +140,12 @@ def test_no_user_moves_the_update_of_another_by_a_single_bit(model):
 
 def updates_of(task, job):
     """Return each user's update before clipping."""
-    found = silo_training.users_updates(task, [job], trained=lambda name: True, memory_limit=2**30)
+    updates = silo_training.users_updates(
+        task, [job], trained=lambda name: True, memory_limit=2**30
+    )
     return {
         user: {name: part[row].clone() for name, part in rows.items()}
-        for _, members, rows in found
+        for _, members, rows in updates
         for row, user in enumerate(members)
     }
 
@@ -183,10 +185,10 @@ def test_a_user_whose_training_raises_moves_no_other_users_update(kind, raising,
     model, loss, training, label = RAISING[kind]
     task = Task(model=model, data=lambda silo: silo, loss=loss, device="cpu")
     job = silo_job(task, sizes=[20, 20, 9, 9, 9, 12, 1], training=training)
-    others = {user: own for user, own in job.users.items() if user not in raising}
+    others = {user: examples for user, examples in job.users.items() if user not in raising}
     spoiled = {
-        user: Examples(own.features, torch.full_like(own.targets, label))
-        for user, own in job.users.items()
+        user: Examples(examples.features, torch.full_like(examples.targets, label))
+        for user, examples in job.users.items()
         if user in raising
     }
     theirs = updates_of(task, replace(job, users=others))
@@ -195,9 +197,9 @@ def test_a_user_whose_training_raises_moves_no_other_users_update(kind, raising,
     for user, update in ours.items():
         for name, part in update.items():
             assert torch.equal(part, theirs[user][name]) if user in theirs else not part.any()
-    (said,) = [r for r in caplog.records if "count as zero" in r.message]
-    assert said.levelname == ("ERROR" if len(raising) == 7 else "WARNING")
-    assert f"for {len(raising)} of 7 users" in said.message
+    (messages,) = [r for r in caplog.records if "count as zero" in r.message]
+    assert messages.levelname == ("ERROR" if len(raising) == 7 else "WARNING")
+    assert f"for {len(raising)} of 7 users" in messages.message
 
 
 def test_a_user_whose_training_raises_is_encrypted_as_zero():
@@ -220,11 +222,11 @@ def test_a_user_whose_training_raises_is_encrypted_as_zero():
 def with_a_wrong_label(data, user=3):
     """Return data with a wrong label: one record of ``user`` in each silo that has some."""
     found = []
-    for own in data:
-        targets = own.train.targets.clone()
-        targets[np.flatnonzero(own.owners == user)[:1]] = CLASSES + 5
-        train = Examples(own.train.features, targets)
-        found.append(SiloData(train=train, test=own.test, owners=own.owners))
+    for examples in data:
+        targets = examples.train.targets.clone()
+        targets[np.flatnonzero(examples.owners == user)[:1]] = CLASSES + 5
+        train = Examples(examples.train.features, targets)
+        found.append(SiloData(train=train, test=examples.test, owners=examples.owners))
     return found
 
 

@@ -177,11 +177,11 @@ def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeyp
 def test_only_silo_0_answers_a_draw_and_the_server_gets_group_elements():
     strategy = make(protocol=HIDDEN, sampling=PoissonSampling(USERS, 0.4), evaluate_every=0)
     grid, _ = start(strategy, Recorder)
-    asked = [m for m in grid.sent if is_draw(m)]
-    assert [m.metadata.dst_node_id for m in asked] == [1_000] * ROUNDS
-    told = arrays(grid.received, "answer", "draw")
-    assert len(told) == ROUNDS
-    pieces = [data[at : at + 32] for _, data in told for at in range(0, len(data), 32)]
+    requests = [m for m in grid.sent if is_draw(m)]
+    assert [m.metadata.dst_node_id for m in requests] == [1_000] * ROUNDS
+    answers = arrays(grid.received, "answer", "draw")
+    assert len(answers) == ROUNDS
+    pieces = [data[at : at + 32] for _, data in answers for at in range(0, len(data), 32)]
     assert len(set(pieces)) == len(pieces) == ROUNDS * USERS
     sent = {data for _, data in arrays(grid.sent, records.WEIGHTED_SUM, "weights")}
     assert len(sent) == ROUNDS  # all silos received the same

@@ -277,17 +277,17 @@ def test_an_old_sum_under_a_new_round_number_discards_the_round(protocol, tmp_pa
             replies = list(super().send_and_receive(messages, timeout=timeout))
             if len(replies) == SILOS and replies[1].metadata.message_type == f"train.{METHOD}":
                 record = replies[1].content["update"]
-                told = records.to_arrays(record)["sum"]
+                answer = records.to_arrays(record)["sum"]
                 if replies[1].metadata.group_id == "2":
                     server = strategy.run.summation.server
                     now, before = (
                         server.sum_type.from_bytes(array.tobytes(), server.settings)
-                        for array in (told, self.earlier)
+                        for array in (answer, self.earlier)
                     )
                     head = {name: n for name, n in vars(now).items() if isinstance(n, int)}
                     renumbered = records.to_bytes_array(replace(before, **head).to_bytes())
                     replies[1].content["update"] = records.to_record({"sum": renumbered})
-                self.earlier = told
+                self.earlier = answer
             return replies
 
     strategy = make(protocol=protocol, ledger=Ledger(tmp_path / "ledger"), evaluate_every=0)

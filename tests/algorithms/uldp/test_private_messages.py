@@ -114,10 +114,10 @@ def test_no_count_and_no_weight_is_in_what_the_server_receives(transcript):
     blinds = kept(grid)._blinds
     secret = {mpz(int(x)) for x in np.unique([*held.ravel(), *held.sum(axis=0)])}
     for user, blind in enumerate(blinds):
-        secret |= {blind * int(own) % n for own in held[:, user]}
-        for own in held[:, user]:
-            if own:
-                weight = mpz(int(own) * facts.common_multiple // int(held[:, user].sum()))
+        secret |= {blind * int(count) % n for count in held[:, user]}
+        for count in held[:, user]:
+            if count:
+                weight = mpz(int(count) * facts.common_multiple // int(held[:, user].sum()))
                 secret |= {weight, -weight % n}
     received = []
     for _, data in arrays(grid.received, "answer", "count"):

@@ -46,16 +46,16 @@ from tests.support.travelling import Recorder
 def with_sum(change):
     def meddle(replies, grid):
         record = replies[1].content["update"]
-        told = records.to_arrays(record)
-        replies[1].content["update"] = records.to_record(change(dict(told)))
+        answer = records.to_arrays(record)
+        replies[1].content["update"] = records.to_record(change(dict(answer)))
         return replies
 
     return meddle
 
 
 def with_first(number):
-    def change(told):
-        size, sent = 128, told["sum"].copy()
+    def change(answer):
+        size, sent = 128, answer["sum"].copy()
         sent[20 : 20 + size] = np.frombuffer(int(number).to_bytes(size, "big"), np.uint8)
         return {"sum": sent}
 
@@ -65,8 +65,8 @@ def with_first(number):
 def numbered(at, number):
     """Change an integer of a sum's head: the first is its round, the second its silo."""
 
-    def change(told):
-        sent = told["sum"].copy()
+    def change(answer):
+        sent = answer["sum"].copy()
         sent[8 * at - 4 : 8 * at + 4] = np.frombuffer(int(number).to_bytes(8, "big"), np.uint8)
         return {"sum": sent}
 
@@ -79,16 +79,16 @@ def stale(replies, grid):
 
 
 @pytest.mark.parametrize(
-    ("meddle", "said"),
+    ("meddle", "message"),
     [
         (lambda replies, grid: replies[:1] + replies[2:], None),
-        (with_sum(lambda told: {**told, "sum": told["sum"][:-1]}), "PaillierSum of"),
+        (with_sum(lambda answer: {**answer, "sum": answer["sum"][:-1]}), "PaillierSum of"),
         (
-            with_sum(lambda told: {**told, "sum": told["sum"].astype(np.int16)}),
+            with_sum(lambda answer: {**answer, "sum": answer["sum"].astype(np.int16)}),
             "expected one array of bytes",
         ),
         pytest.param(
-            with_sum(lambda told: {**told, "more": told["sum"]}),
+            with_sum(lambda answer: {**answer, "more": answer["sum"]}),
             "expected one array of bytes",
             marks=pytest.mark.full,
         ),
@@ -99,7 +99,7 @@ def stale(replies, grid):
         (stale, "sum of round 1: expected round 2"),
     ],
 )
-def test_without_the_sum_of_every_silo_nothing_is_decrypted(meddle, said, tmp_path, monkeypatch):
+def test_without_the_sum_of_every_silo_nothing_is_decrypted(meddle, message, tmp_path, monkeypatch):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     strategy = make(ledger=ledger)
     decrypted = []
@@ -119,7 +119,9 @@ def test_without_the_sum_of_every_silo_nothing_is_decrypted(meddle, said, tmp_pa
     assert "silos [1] sent nothing" in entries[3]["reason"]
     assert "nothing was decrypted" in entries[3]["reason"]
     assert strategy.participations.in_sums == strategy.participations.rounds == ROUNDS
-    assert [said in refusal for refusal in strategy.refusals] == ([] if said is None else [True])
+    assert [message in refusal for refusal in strategy.refusals] == (
+        [] if message is None else [True]
+    )
 
 
 def test_a_second_reply_of_a_silo_is_refused_and_the_first_counts():
@@ -159,23 +161,23 @@ def test_a_silo_lost_in_the_set_up_ends_the_run_by_number(step, asked, lose):
 
 def test_counts_that_are_no_residues_end_the_run():
     def forge(replies, grid):
-        told = records.to_arrays(replies[1].content["answer"])
-        if "count" in told:
-            forged = told["count"].copy()
+        answer = records.to_arrays(replies[1].content["answer"])
+        if "count" in answer:
+            forged = answer["count"].copy()
             forged[:] = 255
             replies[1].content["answer"] = records.to_record({"count": forged})
         return replies
 
-    said = "a silo's answer breaks the protocol: counts of silo 1: expected integers below"
-    with pytest.raises(FederationNotReady, match=said):
+    message = "a silo's answer breaks the protocol: counts of silo 1: expected integers below"
+    with pytest.raises(FederationNotReady, match=message):
         start(make(), Meddler, meddle=forge, kind=f"query.{METHOD}", groups=("0",))
 
 
 def test_a_silos_key_of_low_order_ends_the_set_up_by_number():
     def forge(replies, grid):
-        told = records.to_arrays(replies[1].content["answer"])
-        if "begin" in told:
-            forged = told["begin"].copy()
+        answer = records.to_arrays(replies[1].content["answer"])
+        if "begin" in answer:
+            forged = answer["begin"].copy()
             forged[:] = 0
             replies[1].content["answer"] = records.to_record({"begin": forged})
         return replies
@@ -188,10 +190,10 @@ def test_an_invalid_answer_to_a_draw_discards_the_round_only(logged):
     forged = []
 
     def forge(replies, grid):
-        told = records.to_arrays(replies[0].content["answer"])
-        if "draw" in told and not forged:
+        answer = records.to_arrays(replies[0].content["answer"])
+        if "draw" in answer and not forged:
             forged.append(1)
-            nothing = records.to_record({"draw": np.zeros_like(told["draw"])})
+            nothing = records.to_record({"draw": np.zeros_like(answer["draw"])})
             replies[0].content["answer"] = nothing
         return replies
 

@@ -185,7 +185,7 @@ def test_small_keys_are_refused_by_clients_that_do_not_simulate():
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"),
+    ("bad", "message"),
     [
         (lambda: PrivateWeighting(key_bits=1024), "key_bits=1024: expected at least 3072"),
         (lambda: PrivateWeighting(precision=0.0), r"precision=0\.0"),
@@ -215,16 +215,16 @@ def test_small_keys_are_refused_by_clients_that_do_not_simulate():
         ),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_before_anything_is_encrypted(bad, said):
-    with pytest.raises(ValueError, match=said):
+def test_settings_that_make_no_sense_are_refused_before_anything_is_encrypted(bad, message):
+    with pytest.raises(ValueError, match=message):
         bad()
 
 
 def test_a_protocol_that_is_not_installed_is_refused_with_what_to_install(monkeypatch):
     monkeypatch.setattr(protocols.plugins, "points", lambda group: ())
     protocols.protocols.cache_clear()
-    said = "protocol='lattice': expected one of paillier; .*: pip install flower-ext-lattice"
-    with pytest.raises(ValueError, match=said):
+    message = "protocol='lattice': expected one of paillier; .*: pip install flower-ext-lattice"
+    with pytest.raises(ValueError, match=message):
         make(protocol="lattice")
     protocols.protocols.cache_clear()
 

@@ -43,17 +43,17 @@ def no_owners():
 
 @pytest.mark.parametrize("method", [UldpAvg, UldpSgd, UldpGroup])
 @pytest.mark.parametrize(
-    ("bad", "said"),
+    ("bad", "message"),
     [
         (no_owners, "expected SiloData, because its field owners"),
         (lambda: silo(1, users=USERS + 5), "the reason is in its own log"),
     ],
 )
-def test_silos_whose_data_do_not_fit_are_named_before_the_first_round(method, bad, said):
+def test_silos_whose_data_do_not_fit_are_named_before_the_first_round(method, bad, message):
     strategy = grouped(2) if method is UldpGroup else strategy_of(method, plan=plan(), **COMMON)
     with pytest.raises(FederationNotReady, match=r"partitions \[1\] cannot take part") as error:
         run(strategy, [silo(0), bad(), silo(2)])
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert strategy.participations.rounds == 0
 
 
@@ -141,11 +141,11 @@ def test_a_histogram_that_is_none_is_refused(told):
 def test_a_user_whose_training_diverges_adds_nothing_and_nobody_sees_it():
     user, data = 3, silos()
     spoiled = []
-    for own in data:
-        features = own.train.features.clone()
-        features[own.owners == user] = math.inf
-        train = Examples(features, own.train.targets)
-        spoiled.append(SiloData(train=train, test=own.test, owners=own.owners))
+    for examples in data:
+        features = examples.train.features.clone()
+        features[examples.owners == user] = math.inf
+        train = Examples(features, examples.train.targets)
+        spoiled.append(SiloData(train=train, test=examples.test, owners=examples.owners))
     strategy = strategy_of(UldpAvg, plan=plan(), local=LOCAL, **COMMON)
     close(
         run(strategy, spoiled),
@@ -155,7 +155,7 @@ def test_a_user_whose_training_diverges_adds_nothing_and_nobody_sees_it():
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (
             lambda: strategy_of(UldpAvg, plan=plan(noise_placement="server"), **COMMON),
@@ -186,8 +186,8 @@ def test_a_user_whose_training_diverges_adds_nothing_and_nobody_sees_it():
         (lambda: grouped(2, local=replace(DP_SGD, noise_multiplier=0.0)), "noise_multiplier=0.0"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_with_their_name(make, said):
-    with pytest.raises(ValueError, match=said):
+def test_settings_that_make_no_sense_are_refused_with_their_name(make, message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 

@@ -91,7 +91,7 @@ def test_the_bound_is_reached_so_that_less_noise_would_not_do():
 
 
 @pytest.mark.parametrize(
-    ("weights", "said"),
+    ("weights", "message"),
     [
         (np.full((SILOS, 2), 0.34), "weights of user 7 sum to 1.02 over the silos"),
         (np.array([[0.5, 0.4], [0.5, 0.7], [0.0, 0.1]]), "weights of user 9 sum to 1.2"),
@@ -101,8 +101,8 @@ def test_the_bound_is_reached_so_that_less_noise_would_not_do():
         (np.full((SILOS, 1), 0.5), "weights of every user sum to 1.5"),
     ],
 )
-def test_weights_by_which_one_user_could_do_more_are_refused(weights, said):
-    with pytest.raises(ValueError, match=said):
+def test_weights_by_which_one_user_could_do_more_are_refused(weights, message):
+    with pytest.raises(ValueError, match=message):
         check_weights(weights, SILOS, [7, 9])
 
 
@@ -127,16 +127,16 @@ def test_weights_by_records_sum_to_one_or_to_nothing_whatever_the_histogram(coun
 
 
 @pytest.mark.parametrize(
-    ("weighting", "said"),
+    ("weighting", "message"),
     [("by-records", r"numbers in \[0, 1\]|sum to 2"), ("equal", "expected at most 1/3")],
 )
 def test_weights_that_are_too_large_end_the_run_before_anything_is_sent(
-    weighting, said, monkeypatch
+    weighting, message, monkeypatch
 ):
     doubled = lambda *source: 2 * user_weights(*source)  # noqa: E731
     monkeypatch.setattr(averaging, "user_weights", doubled)
     strategy = strategy_of(UldpAvg, plan=plan(), weighting=weighting, local=LOCAL, **COMMON)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         run(strategy)
     assert strategy.participations.rounds == 0
 
@@ -168,14 +168,14 @@ def forged(forge, **changes):
 
 
 @pytest.mark.parametrize(
-    ("weights", "said"),
+    ("weights", "message"),
     [
         (np.full(USERS, 1.5), r"numbers in \[0, 1\]"),
         (np.full(USERS, np.inf), r"numbers in \[0, 1\]"),
         (np.full(USERS + 1, 0.5), "weights of shape"),
     ],
 )
-def test_a_silo_refuses_weights_that_break_its_users_bound(weights, said):
+def test_a_silo_refuses_weights_that_break_its_users_bound(weights, message):
     def forge(content):
         content["users"]["weights"] = Array(weights)
 

@@ -31,7 +31,7 @@ def test_a_query_is_what_the_server_asked():
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "said"),
+    ("name", "fields", "message"),
     [
         ("totals", ONE_SCORE, r"'totals', but this ClientApp answers only \['scores'\]: give"),
         ("scores", "{", "'scores' in the server's message"),
@@ -43,8 +43,8 @@ def test_a_query_is_what_the_server_asked():
         ("scores", {**ONE_SCORE, "bounds": [["accuracy", 0.0, "1"]]}, "expected two finite"),
     ],
 )
-def test_queries_that_a_client_does_not_know_or_understand_are_refused(name, fields, said):
-    with pytest.raises(InvalidValue, match=said) as refusal:
+def test_queries_that_a_client_does_not_know_or_understand_are_refused(name, fields, message):
+    with pytest.raises(InvalidValue, match=message) as refusal:
         query_of(request(name, fields), KINDS)
     assert is_tellable(refusal.value)  # the message tells nothing of the client's data
 

@@ -73,9 +73,9 @@ SETUPS = {
 
 
 def run(strategy, task, rounds=1, clients=CLIENTS):
-    found = Recorder(strategy.method.client_app(task), num_clients=clients)
-    found.result = strategy.start(found, initial(), num_rounds=rounds)
-    return found
+    run_grid = Recorder(strategy.method.client_app(task), num_clients=clients)
+    run_grid.result = strategy.start(run_grid, initial(), num_rounds=rounds)
+    return run_grid
 
 
 def trained(grid):

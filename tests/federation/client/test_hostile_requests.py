@@ -33,12 +33,12 @@ def answer_to(facts: dict, *, strategy=None, node_config=None, **changes):
     for context in grid.contexts.values():
         context.node_config |= node_config or {}
     question = strategy.configure_train(1, initial(), ConfigRecord(), grid)[0]
-    told = question.content.config_records[records.ROUND]
+    told_facts = question.content.config_records[records.ROUND]
     for name, value in facts.items():
         if value is None:
-            del told[name]
+            del told_facts[name]
         else:
-            told[name] = value
+            told_facts[name] = value
     (answer,) = grid.send_and_receive([question])
     return answer
 
@@ -111,10 +111,10 @@ def test_a_model_that_trains_to_nonsense_is_not_remembered(value):
     before = {node: dict(context.state) for node, context in grid.contexts.items()}
     assert all(before.values())
     wrong = {name: torch.full_like(p, value) for name, p in task().initial_params(0).items()}
-    asked = strategy.configure_train(2, initial(), ConfigRecord(), grid)
-    for question in asked:
+    requests = strategy.configure_train(2, initial(), ConfigRecord(), grid)
+    for question in requests:
         question.content[records.MODEL] = ArrayRecord(wrong)
-    assert all(answer.has_error() for answer in grid.send_and_receive(asked))
+    assert all(answer.has_error() for answer in grid.send_and_receive(requests))
     for node, context in grid.contexts.items():
         assert all(context.state[key] is kept for key, kept in before[node].items())
 
@@ -124,9 +124,9 @@ def test_a_server_that_begins_to_share_the_head_does_not_get_it():
     honest = FederatedStrategy(DP2FedSAM(head=FAST, extractor=FAST), plan())
     grid.send_and_receive(honest.configure_train(1, initial(), ConfigRecord(), grid))
     curious = FederatedStrategy(DP2FedSAM(personal=("nothing",), head=FAST, extractor=FAST), plan())
-    asked = curious.configure_train(2, initial(), ConfigRecord(), grid)
-    assert "head.weight" in asked[0].content.array_records[records.MODEL]
-    replies = list(grid.send_and_receive(asked))
+    requests = curious.configure_train(2, initial(), ConfigRecord(), grid)
+    assert "head.weight" in requests[0].content.array_records[records.MODEL]
+    replies = list(grid.send_and_receive(requests))
     assert all(
         "lack the personal parameters of earlier rounds" in reply.error.reason for reply in replies
     )

@@ -84,12 +84,12 @@ def test_objects_made_without_checks_equal_flowers():
         },
     )
     assert quick == content
-    asked = Message(content, dst_node_id=node, message_type="train.x", group_id="3")
-    private.set_message_id(asked, "17")
-    same_message(private.reply_to(asked, quick), Message(quick, reply_to=asked))
+    request = Message(content, dst_node_id=node, message_type="train.x", group_id="3")
+    private.set_message_id(request, "17")
+    same_message(private.reply_to(request, quick), Message(quick, reply_to=request))
     other = Message(quick, dst_node_id=node + 1, message_type="query.y", group_id="3")
     private.set_message_id(other, "17")
-    like = private.message_like(asked, quick, dst_node_id=node + 1, message_type="query.y")
+    like = private.message_like(request, quick, dst_node_id=node + 1, message_type="query.y")
     same_message(like, other)
 
 

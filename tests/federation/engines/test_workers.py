@@ -59,13 +59,15 @@ def test_every_client_stays_in_one_of_the_processes_and_answers_in_order():
     nodes = list(grid.get_node_ids())
     first = [reply.content.config_records["a"] for reply in ask(grid, nodes)]
     again = [reply.content.config_records["a"] for reply in ask(grid, nodes[::-1])][::-1]
-    assert [told["partition"] for told in first] == list(range(7))
-    assert [told["process"] for told in first] == [told["process"] for told in again]
-    assert len({told["process"] for told in first}) == 3
-    assert {told["n"] for told in again} == {2}
+    assert [answer["partition"] for answer in first] == list(range(7))
+    assert [answer["process"] for answer in first] == [answer["process"] for answer in again]
+    assert len({answer["process"] for answer in first}) == 3
+    assert {answer["n"] for answer in again} == {2}
     grid.workers.gather()
     assert torch.get_num_threads() == before
-    assert len({told["noise"][0] for told in [*first, *again]}) == 14  # forked, but no two alike
+    assert (
+        len({answer["noise"][0] for answer in [*first, *again]}) == 14
+    )  # forked, but no two alike
     states = [context.state.config_records["seen"]["n"] for context in grid.contexts.values()]
     assert states == [2] * 7
 
@@ -115,8 +117,8 @@ def test_a_process_that_is_killed_ends_the_run_and_leaves_none_behind():
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         nodes = list(grid.get_node_ids())
-        told = [reply.content.config_records["a"] for reply in ask(grid, nodes)]
-        seen["processes"] = {one["process"] for one in told} - {os.getpid()}
+        answers = [reply.content.config_records["a"] for reply in ask(grid, nodes)]
+        seen["processes"] = {one["process"] for one in answers} - {os.getpid()}
         ask(grid, nodes, kills=2)  # the first of worker-1
 
     with pytest.raises(WorkerLost, match=r"worker-1 of 3 .*exit code -9"):

@@ -163,15 +163,15 @@ def test_clear_memory_is_refused_where_there_is_a_key(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "mode", "error", "said"),
+    ("content", "mode", "error", "message"),
     [
         (b"short", 0o600, ValueError, "holds 5 bytes: expected 32"),
         (b"k" * 32, 0o644, PermissionError, "chmod 600"),
     ],
 )
-def test_a_key_that_is_none_or_no_secret_is_refused(tmp_path, content, mode, error, said):
+def test_a_key_that_is_none_or_no_secret_is_refused(tmp_path, content, mode, error, message):
     file = key_file(tmp_path, content, mode)
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         ClientMemory(context(state_folder=str(tmp_path), state_key_file=file), "one", "run")
 
 

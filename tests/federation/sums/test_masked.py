@@ -32,8 +32,8 @@ from tests.support.worlds import initial
 
 
 def test_the_model_equals_that_of_the_plain_sum_bit_for_bit():
-    _, found = run(strategy_of())
-    assert_same(found, expected_model(range(CLIENTS)))
+    _, model = run(strategy_of())
+    assert_same(model, expected_model(range(CLIENTS)))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -41,22 +41,22 @@ def test_the_model_equals_that_of_the_plain_sum_bit_for_bit():
 @pytest.mark.parametrize("who", [pytest.param((0,), marks=pytest.mark.full), (1, 6)])
 def test_clients_lost_in_any_stage_leave_the_sum_of_the_others(stage, way, who):
     strategy = strategy_of()
-    _, found = run(strategy, Losing, **{way: [(partition, stage) for partition in who]})
+    _, model = run(strategy, Losing, **{way: [(partition, stage) for partition in who]})
     gone = () if stage == UNMASK else who  # a client is in the sum once it has uploaded
-    assert_same(found, expected_model(set(range(CLIENTS)) - set(gone)))
+    assert_same(model, expected_model(set(range(CLIENTS)) - set(gone)))
     assert strategy.participations.rounds == 1
 
 
 def test_losses_in_every_stage_of_a_round_leave_the_others_sum():
-    _, found = run(strategy_of(), Losing, lost=[(0, BEGIN), (3, KEYS)], answers=[(5, UNMASK)])
-    assert_same(found, expected_model({1, 2, 4, 5, 6, 7}))
+    _, model = run(strategy_of(), Losing, lost=[(0, BEGIN), (3, KEYS)], answers=[(5, UNMASK)])
+    assert_same(model, expected_model({1, 2, 4, 5, 6, 7}))
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_with_too_few_left_a_round_is_discarded(stage, logged):
     strategy = strategy_of()
-    grid, found = run(strategy, Losing, answers=[(p, stage) for p in range(4)])
-    assert_same(found, records.to_arrays(initial()))
+    grid, model = run(strategy, Losing, answers=[(p, stage) for p in range(4)])
+    assert_same(model, records.to_arrays(initial()))
     assert "round 1 discarded" in logged.text
     trained = [m for m in grid.received if m.metadata.message_type.startswith("train")]
     assert bool(trained) == (stage in ("train", UNMASK))  # otherwise nobody was asked to
@@ -110,8 +110,8 @@ class Restarting(Recorder):
 def test_a_client_that_restarts_after_each_message_answers_nothing_twice(
     tmp_path,
 ):
-    grid, found = run(strategy_of(), Restarting, folder=[str(tmp_path)])
-    assert_same(found, expected_model(range(CLIENTS)))
+    grid, model = run(strategy_of(), Restarting, folder=[str(tmp_path)])
+    assert_same(model, expected_model(range(CLIENTS)))
     assert Counter(stage for stage, *_ in grid.twice) == dict.fromkeys(STAGES, CLIENTS)
     for stage, first, again in grid.twice:
         assert not first.has_error()
@@ -134,8 +134,8 @@ class Forgetting(Recorder):
 
 def test_without_a_folder_a_client_that_forgot_the_round_leaves_it():
     strategy = strategy_of()
-    _, found = run(strategy, Forgetting)
-    assert_same(found, expected_model(set(range(CLIENTS)) - {3}))
+    _, model = run(strategy, Forgetting)
+    assert_same(model, expected_model(set(range(CLIENTS)) - {3}))
     assert any("name a state-folder in its node config" in one for one in strategy.refusals)
 
 
@@ -238,8 +238,8 @@ def far_off(data):
 def test_a_sum_that_a_member_spoiled_is_discarded_with_a_reason(logged, tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     strategy = strategy_of(ledger=ledger)
-    _, found = run(strategy, Crafting, stage=["train"], craft=[far_off])
-    assert_same(found, records.to_arrays(initial()))
+    _, model = run(strategy, Crafting, stage=["train"], craft=[far_off])
+    assert_same(model, records.to_arrays(initial()))
     assert "round 1 discarded: the noised sum has a norm of" in logged.text
     assert "a member spoiled it" in logged.text
     (entry,) = [e for e in Ledger.read(tmp_path / "ledger.jsonl") if e["kind"] == "discard"]
@@ -278,9 +278,9 @@ GARBLED = {
 )
 def test_an_odd_server_message_is_one_clients_error_only(stage, garble):
     strategy = strategy_of()
-    _, found = run(strategy, Garbling, stage=[stage], garble=[GARBLED[garble]])
+    _, model = run(strategy, Garbling, stage=[stage], garble=[GARBLED[garble]])
     gone = {3} if stage != UNMASK else set()
-    assert_same(found, expected_model(set(range(CLIENTS)) - gone))
+    assert_same(model, expected_model(set(range(CLIENTS)) - gone))
     assert "node 1003" in strategy.refusals[0]
 
 
@@ -289,11 +289,11 @@ def test_a_client_that_reveals_wrong_shares_is_named_and_the_sum_right(logged):
         return data[:74] + bytes([data[74] ^ 1]) + data[75:]
 
     strategy = strategy_of()
-    _, found = run(strategy, Crafting, stage=[UNMASK], craft=[wrong])
-    assert_same(found, expected_model(range(CLIENTS)))
-    (said,) = strategy.refusals
-    assert "client 3: it revealed wrong shares" in said
-    assert said in logged.text
+    _, model = run(strategy, Crafting, stage=[UNMASK], craft=[wrong])
+    assert_same(model, expected_model(range(CLIENTS)))
+    (refusal,) = strategy.refusals
+    assert "client 3: it revealed wrong shares" in refusal
+    assert refusal in logged.text
 
 
 def test_a_client_whose_shares_cannot_be_opened_is_named(logged):
@@ -301,11 +301,11 @@ def test_a_client_whose_shares_cannot_be_opened_is_named(logged):
         return data[:-65] + bytes([data[-65] ^ 1]) + data[-64:]
 
     strategy = strategy_of()
-    _, found = run(strategy, Crafting, stage=[KEYS], craft=[wrong])
-    assert_same(found, expected_model(range(CLIENTS)))
-    (said,) = strategy.refusals
-    assert "client 3: its sealed shares could not be opened by clients" in said
-    assert said in logged.text
+    _, model = run(strategy, Crafting, stage=[KEYS], craft=[wrong])
+    assert_same(model, expected_model(range(CLIENTS)))
+    (refusal,) = strategy.refusals
+    assert "client 3: its sealed shares could not be opened by clients" in refusal
+    assert refusal in logged.text
 
 
 def test_a_client_that_deals_shares_of_another_secret_discards_the_round(logged, monkeypatch):
@@ -318,11 +318,11 @@ def test_a_client_that_deals_shares_of_another_secret_discards_the_round(logged,
 
     monkeypatch.setattr(member, "split", split)
     strategy = strategy_of()
-    _, found = run(strategy)
-    assert_same(found, records.to_arrays(initial()))
-    (said,) = strategy.refusals
-    assert "client 3: no secret fits both its shares and what it published" in said
-    assert said in logged.text
+    _, model = run(strategy)
+    assert_same(model, records.to_arrays(initial()))
+    (refusal,) = strategy.refusals
+    assert "client 3: no secret fits both its shares and what it published" in refusal
+    assert refusal in logged.text
 
 
 class Replacing(Crafting):
@@ -357,19 +357,19 @@ class Replacing(Crafting):
 )
 def test_an_answer_of_other_arrays_is_refused_and_the_others_go_on(stage, replaced):
     strategy = strategy_of()
-    _, found = run(strategy, Replacing, stage=[stage], arrays=[replaced])
+    _, model = run(strategy, Replacing, stage=[stage], arrays=[replaced])
     gone = {3} if stage == "train" else set()
-    assert_same(found, expected_model(set(range(CLIENTS)) - gone))
-    (said,) = strategy.refusals
-    assert "expected one array of bytes (uint8) with a name in ('message',)" in said
+    assert_same(model, expected_model(set(range(CLIENTS)) - gone))
+    (refusal,) = strategy.refusals
+    assert "expected one array of bytes (uint8) with a name in ('message',)" in refusal
 
 
 @pytest.mark.parametrize("method", [DPFedAvg, DP2FedSAM])
 def test_methods_whose_updates_are_summed_run_by_the_same_setting(method):
     strategy = strategy_of(method)
-    grid, found = run(strategy, rounds=2)
+    grid, model = run(strategy, rounds=2)
     assert strategy.refusals == []
-    assert any(np.any(array != records.to_arrays(initial())[n]) for n, array in found.items())
+    assert any(np.any(array != records.to_arrays(initial())[n]) for n, array in model.items())
     assert strategy.participations.rounds == 2
     assert sum(stage_of(message) == UNMASK for message in grid.sent) == 2 * CLIENTS
 

@@ -79,8 +79,8 @@ def test_the_released_noise_is_the_same_however_many_answered(lost):
     models, start = [], records.to_arrays(initial())
     for _ in range(20):
         strategy = strategy_of(local=still, seeded_noise=False)
-        _, found = run(strategy, Losing, lost=[(partition, "train") for partition in lost])
-        models.append(np.concatenate([(found[n] - start[n]).ravel() for n in sorted(start)]))
+        _, model = run(strategy, Losing, lost=[(partition, "train") for partition in lost])
+        models.append(np.concatenate([(model[n] - start[n]).ravel() for n in sorted(start)]))
     noise = np.concatenate(models) * CLIENTS
     sums = plan().mechanism()
     expected = sums.noise_stddev * np.sqrt(CLIENTS / sums.masked.parameters.least_answers)
@@ -97,9 +97,9 @@ def test_a_client_that_names_another_member_is_lost():
             return replies
 
     strategy = strategy_of()
-    _, found = run(strategy, Impersonating)
+    _, model = run(strategy, Impersonating)
     assert any("the client that sent the message" in refusal for refusal in strategy.refusals)
-    assert_same(found, expected_model(set(range(1, CLIENTS))))
+    assert_same(model, expected_model(set(range(1, CLIENTS))))
 
 
 def test_clients_of_a_fixed_size_are_drawn_and_summed():

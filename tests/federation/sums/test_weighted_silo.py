@@ -63,7 +63,7 @@ def test_only_methods_that_open_their_part_take_part_in_the_set_up(method, first
 
 
 @pytest.mark.parametrize(
-    ("arrays", "said"),
+    ("arrays", "message"),
     [
         ({}, "the message has arrays {}: expected one array of bytes (uint8)"),
         (
@@ -75,10 +75,10 @@ def test_only_methods_that_open_their_part_take_part_in_the_set_up(method, first
         ({"keys": np.zeros(3, np.uint8)}, "silo 1 has no keys of this run"),
     ],
 )
-def test_a_silo_names_what_is_wrong_with_a_message(arrays, said, first_step):
+def test_a_silo_names_what_is_wrong_with_a_message(arrays, message, first_step):
     content = RecordDict({records.WEIGHTED_SUM: records.to_record(arrays)})
     reply, stored = reply_of(UldpAvg, first_step, content)
-    assert said in reply.error.reason
+    assert message in reply.error.reason
     assert stored is None
 
 

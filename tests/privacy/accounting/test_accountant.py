@@ -146,9 +146,9 @@ def test_the_least_of_the_bounds_is_taken_and_named(rate, delta):
 def test_no_rounding_takes_pld_below_the_exact_loss_of_gaussians(delta):
     gaussian = dp_accounting.dp_event.MixtureOfGaussiansDpEvent(30.0, [1.0], [1.0])
     exact = gaussian_loss(30.0, releases=1000, delta=delta).epsilon
-    found = pld_epsilon([(gaussian, 1000)], delta, interval=1e-3)
-    assert found >= exact
-    assert found == pytest.approx(exact, rel=1e-3) or delta < 1e-11
+    epsilon_found = pld_epsilon([(gaussian, 1000)], delta, interval=1e-3)
+    assert epsilon_found >= exact
+    assert epsilon_found == pytest.approx(exact, rel=1e-3) or delta < 1e-11
 
 
 def test_gaussians_alone_are_accounted_exactly_unless_renyi_divergences_are_asked_for():
@@ -329,8 +329,8 @@ def told_by_the_sum(rate, sigma, rounds, deltas):
             pair = (absent, present) if side == 1 else (present, absent)
             for place, delta in enumerate(deltas):
                 if pair[0] > delta and pair[1] > 0:
-                    found = math.log((pair[0] - delta) / pair[1])
-                    bounds[place] = max(bounds[place], found)
+                    epsilon_found = math.log((pair[0] - delta) / pair[1])
+                    bounds[place] = max(bounds[place], epsilon_found)
     return bounds
 
 

@@ -42,21 +42,21 @@ def pmf(stddev, reach):
 @pytest.mark.parametrize("variance", [16**2, Fraction(20.7) ** 2, Fraction(90_001, 9), 21_160])
 def test_a_table_is_the_distribution_function_to_128_bits(variance):
     table = _table(Fraction(variance))
-    found = entries(table)
-    assert len(found) == 2 * table.reach
+    entry_values = entries(table)
+    assert len(entry_values) == 2 * table.reach
     with mpmath.workdps(60):
         exact = pmf(
             mpmath.sqrt(mpmath.mpf(Fraction(variance).numerator) / variance.denominator),
             table.reach,
         )
         summed = mpmath.mpf(0)
-        for entry, probability in zip(found, exact, strict=False):
+        for entry, probability in zip(entry_values, exact, strict=False):
             summed += probability
             assert -0.001 < summed * 2**128 - entry < 1.001
         # Values beyond the table are too rare to matter.
         assert 2 * exact[0] * table.reach < mpmath.mpf(2) ** -128
-    assert found == sorted(found)
-    assert found[-1] == 2**128 - 1
+    assert entry_values == sorted(entry_values)
+    assert entry_values[-1] == 2**128 - 1
 
 
 def entries(table):
@@ -66,10 +66,10 @@ def entries(table):
 
 def test_sixteen_bits_decide_what_128_would_and_nothing_else():
     table = _table(Fraction(50) ** 2)
-    found = entries(table)
+    entry_values = entries(table)
     for first in range(2**16):
-        least = bisect_right(found, first << 112)
-        most = bisect_right(found, ((first + 1) << 112) - 1)
+        least = bisect_right(entry_values, first << 112)
+        most = bisect_right(entry_values, ((first + 1) << 112) - 1)
         expected = least - table.reach if least == most else _UNDECIDED
         assert table.decided[first] == expected
     assert 0.002 < np.mean(table.decided == _UNDECIDED) < 0.01
@@ -78,9 +78,14 @@ def test_sixteen_bits_decide_what_128_would_and_nothing_else():
 def test_a_draw_from_a_table_counts_entries_up_to_128_random_bits():
     """At the edges of every entry, where 16 bits decide, 64 bits, or all of them."""
     table = _table(Fraction(16) ** 2)
-    found = entries(table)
-    for place in [0, 1, 90, table.reach, 300, len(found) - 1]:
-        for number in (found[place] - 1, found[place], found[place] + 1, found[place] ^ 1 << 60):
+    entry_values = entries(table)
+    for place in [0, 1, 90, table.reach, 300, len(entry_values) - 1]:
+        for number in (
+            entry_values[place] - 1,
+            entry_values[place],
+            entry_values[place] + 1,
+            entry_values[place] ^ 1 << 60,
+        ):
             if not 0 <= number < 2**128:
                 continue
             high, low = divmod(number, 2**64)
@@ -88,15 +93,15 @@ def test_a_draw_from_a_table_counts_entries_up_to_128_random_bits():
                 np.array([word], dtype="<u8") for word in (high >> 48, high % 2**48 << 16, low)
             )
             drawn = table.draw(1, lambda count, words=words: next(words)[:count])
-            assert drawn[0] == bisect_right(found, number) - table.reach
+            assert drawn[0] == bisect_right(entry_values, number) - table.reach
 
 
 @pytest.mark.parametrize("stddev", [16.0, 17.3, 71.3, 6_554.0, 2.0**18])
 def test_both_tables_together_have_the_variance_that_was_asked_for_exactly(stddev, monkeypatch):
-    asked = []
-    monkeypatch.setattr(discrete_gaussian, "_table", lambda variance: asked.append(variance))
+    requests = []
+    monkeypatch.setattr(discrete_gaussian, "_table", lambda variance: requests.append(variance))
     step, *_ = _tables.__wrapped__(stddev)
-    coarse, fine = asked
+    coarse, fine = requests
     assert step**2 * coarse + fine == Fraction(stddev) ** 2
     smoothing = coarse * fine / Fraction(stddev) ** 2  # r² of step 8
     assert smoothing >= 8.4

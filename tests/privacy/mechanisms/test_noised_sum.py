@@ -84,15 +84,15 @@ def test_an_honest_upload_may_be_its_sum_of_units_plus_noise_share():
 
 
 @pytest.mark.parametrize(
-    ("costs", "said"),
+    ("costs", "message"),
     [
         *(({"sensitivity": value}, "sensitivity=") for value in (0.0, 0.5, math.inf, math.nan)),
         *(({"approximation_error": value}, "approximation_error=") for value in (-0.1, math.inf)),
         ({"silos": 0}, "silos=0"),
     ],
 )
-def test_costs_that_no_sum_can_have_are_refused_by_name(costs, said):
-    with pytest.raises(InvalidValue, match=said):
+def test_costs_that_no_sum_can_have_are_refused_by_name(costs, message):
+    with pytest.raises(InvalidValue, match=message):
         noised_sum(**costs)
 
 
@@ -241,8 +241,8 @@ def test_silos_are_members_whatever_users_are_drawn():
     assert {own.num_members for own in mechanisms} == {5}
     assert {own.masked.parameters.least_answers for own in mechanisms} == {4}
     assert len({own.masked.share_stddev for own in mechanisms}) == 1
-    for silos, said in ((2, "a cohort of 2"), (None, "with Poisson sampling")):
-        with pytest.raises(ValueError, match=said):
+    for silos, message in ((2, "a cohort of 2"), (None, "with Poisson sampling")):
+        with pytest.raises(ValueError, match=message):
             sums_of(sampling=sampled, silos=silos, **users)
 
 

@@ -108,7 +108,7 @@ def test_the_server_takes_the_plain_mean_of_what_arrives():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"sampling": FixedSizeSampling(20, 5)}, "expected FullParticipation"),
         ({"clipping_norm": 0.0}, r"clipping_norm=0\.0: expected a finite number > 0"),
@@ -121,14 +121,14 @@ def test_the_server_takes_the_plain_mean_of_what_arrives():
         ({"num_examples": 2999, "steps": STEPS}, "num_examples=2999: expected 3000, as in Clipped"),
     ],
 )
-def test_bad_plans_are_refused_by_name(changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_bad_plans_are_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
         plan(**changes)
 
 
 @pytest.mark.parametrize("basis", ["published", "provable"])
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"epsilon": 0.0}, r"epsilon=0\.0: expected a finite number > 0"),
         ({"epsilon": -1.0}, r"epsilon=-1\.0"),
@@ -136,8 +136,8 @@ def test_bad_plans_are_refused_by_name(changes, said):
         ({"delta": 0.0}, r"delta=0\.0"),
     ],
 )
-def test_bad_targets_are_refused_by_name(basis, changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_bad_targets_are_refused_by_name(basis, changes, message):
+    with pytest.raises(ValueError, match=message):
         RecordLevelPlan.for_target(**{**TARGET, **changes}, basis=basis)
 
 

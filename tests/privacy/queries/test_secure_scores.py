@@ -101,7 +101,7 @@ def test_the_error_of_a_mean_is_the_spread_that_noise_gives_it(mean):
 
 
 def test_what_no_sum_of_scores_can_be_is_refused_by_name():
-    for wrong, said in (
+    for wrong, message in (
         ({"noise_multiplier": 0.0}, "noise_multiplier=0.0"),
         ({"times": 0}, "times=0"),
         ({"bounds": ()}, "expected one or more scores"),
@@ -109,7 +109,7 @@ def test_what_no_sum_of_scores_can_be_is_refused_by_name():
         ({"bounds": (("loss", 0.0, math.inf),)}, "bounds of 'loss'"),
         ({"bounds": (("loss", 1.0, 1.0),)}, "bounds of 'loss'"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             SecureScores(**{"noise_multiplier": 1.0, "times": 1, **wrong})
     for placement in ("client", "server"):
         with pytest.raises(ValueError, match=r"noise_placement=.*expected noise_placement=Secure"):
@@ -164,7 +164,7 @@ def test_each_adversary_pays_for_evaluations_by_the_noise_that_it_sees():
         done.record(range(100), 80, requests=90)
     for _ in range(4):
         own.query_sums[0].count_answer(done)
-    found = by_view(own, done)
+    guarantees = by_view(own, done)
     precision = 3 / 1.0**2 + 4 / 3.0**2
     for view, factor in (
         (AdversaryView.RELEASED_MODELS, 1.0),
@@ -172,8 +172,8 @@ def test_each_adversary_pays_for_evaluations_by_the_noise_that_it_sees():
         (AdversaryView.EACH_UPLOAD, 90.0),
     ):
         expected = gaussian_loss(1.0, releases=precision * factor, delta=0.001).epsilon
-        assert found[view].epsilon == pytest.approx(expected), view
-        assert "4 sums of scores" in found[view].source
+        assert guarantees[view].epsilon == pytest.approx(expected), view
+        assert "4 sums of scores" in guarantees[view].source
 
 
 def test_a_sum_of_scores_is_one_of_all_clients_whoever_trains():

@@ -116,7 +116,7 @@ def test_fixed_cohort_sizes_assume_that_memory_does_not_reveal_the_draw(sampling
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"silos": 3}, "silos=3 and sensitivity=1.0: expected None and 1"),
         (
@@ -125,8 +125,8 @@ def test_fixed_cohort_sizes_assume_that_memory_does_not_reveal_the_draw(sampling
         ),
     ],
 )
-def test_nothing_is_promised_to_clients_by_sums_of_other_units(changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_nothing_is_promised_to_clients_by_sums_of_other_units(changes, message):
+    with pytest.raises(ValueError, match=message):
         client_level(mechanism_of(plan(), **changes), worst_case(60, 10))
 
 

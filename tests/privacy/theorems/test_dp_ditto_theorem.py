@@ -124,7 +124,7 @@ def test_one_noised_step_equals_one_noised_upload_of_its_sensitivity():
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: dp_ditto_noise_stddev(**{**TARGET, "epsilon": 0.0}, **FEDERATION), "epsilon=0.0"),
         (lambda: dp_ditto_noise_stddev(**{**TARGET, "delta": 1.0}, **FEDERATION), "delta=1.0"),
@@ -148,8 +148,8 @@ def test_one_noised_step_equals_one_noised_upload_of_its_sensitivity():
         (lambda: steps(gradient_clipping_norm=math.inf), "gradient_clipping_norm=inf: expected"),
     ],
 )
-def test_a_parameter_out_of_range_is_refused_by_name_and_value(call, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_parameter_out_of_range_is_refused_by_name_and_value(call, message):
+    with pytest.raises(ValueError, match=message):
         call()
 
 

@@ -152,21 +152,21 @@ def test_objective_perturbation_is_guaranteed_by_theorem_6_3_where_its_condition
 
 
 @pytest.mark.parametrize(
-    ("unmet", "said"),
+    ("unmet", "message"),
     [
         ({"distance_to_minimiser": math.inf}, "exact minimisers (training by SGD"),
         ({"distance_to_minimiser": 1e-4}, "exact minimisers (distance at most 0.0001)"),
         ({"memoryless": False}, "clients keep no state"),
     ],
 )
-def test_objective_perturbation_of_an_inexact_solver_proves_nothing(unmet, said):
+def test_objective_perturbation_of_an_inexact_solver_proves_nothing(unmet, message):
     published, provable = pair(OBJECTIVE, replace(KNOWN, **unmet))
     assert math.isfinite(published.epsilon)
     assert math.isinf(provable.epsilon)
     assert "No (ε, δ) is promised" in provable.statement()
     for guarantee in (published, provable):
         assert not guarantee.conditions_hold
-        assert said in guarantee.statement()
+        assert message in guarantee.statement()
 
 
 @pytest.mark.parametrize("perturbation", [OUTPUT, OBJECTIVE])

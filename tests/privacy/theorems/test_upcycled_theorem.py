@@ -425,12 +425,12 @@ PRECONDITIONS = [
 ]
 
 
-@pytest.mark.parametrize(("unmet", "said"), PRECONDITIONS)
-def test_each_precondition_of_theorem_6_3_is_checked_and_named(unmet, said):
+@pytest.mark.parametrize(("unmet", "message"), PRECONDITIONS)
+def test_each_precondition_of_theorem_6_3_is_checked_and_named(unmet, message):
     objective = replace(KNOWN, **unmet)
-    with pytest.raises(PreconditionFailed, match=said):
+    with pytest.raises(PreconditionFailed, match=message):
         upcycled_theorem_6_3(OBJECTIVE, objective, num_examples=1000, participations=1)
-    with pytest.raises(PreconditionFailed, match=said):
+    with pytest.raises(PreconditionFailed, match=message):
         objective.least_examples()
 
 

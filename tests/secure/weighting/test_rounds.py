@@ -294,7 +294,7 @@ def test_a_silo_refuses_malformed_keys_and_seeds():
     settings = weighting_settings()
     silos = silos_of(settings)
     server_key, keys = pack_numbers([key().public.n], settings.count_bytes), public_keys(silos)
-    for wrong, said in (
+    for wrong, message in (
         (b"", "server's key of 0 bytes"),
         (keys[:-32] + server_key, "server's key of 32 bytes: expected 64"),
         (keys + server_key + bytes(32), "server's key of 96 bytes"),
@@ -303,7 +303,7 @@ def test_a_silo_refuses_malformed_keys_and_seeds():
         (keys[:32] + keys[:32] + keys[64:] + server_key, "a different key for every silo"),
         (keys[:32] + bytes(32) + keys[64:] + server_key, "low order"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             silos[0].answer("keys", wrong)
     seeds = keyed(silos)
     for wrong in (seeds[1], seeds[0][:-1], b"", bytes(60)):  # the first is for silo 2
@@ -332,7 +332,7 @@ def test_a_server_refuses_malformed_answers():
                 forge(answers)
 
     size = settings.count_bytes
-    for step, forge, said in (
+    for step, forge, message in (
         ("begin", lambda a: a.update({1: a[2]}), "silos 1 and 2 sent the same public key"),
         ("begin", lambda a: a.update({1: bytes(32)}), "silo 1: public key: expected .* low order"),
         ("begin", lambda a: a.update({1: a[1][1:]}), "silo 1: public key: expected the 32 bytes"),
@@ -341,7 +341,7 @@ def test_a_server_refuses_malformed_answers():
         ("count", lambda a: a.update({0: a[0][size:]}), "counts of silo 0 of"),
         ("count", lambda a: a.update({0: b"\xff" * 4 * size}), "counts of silo 0: expected"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             forged(step, forge)
     forged("count", lambda a: None)
 
@@ -452,7 +452,7 @@ def test_a_sum_can_be_checked_before_the_others_are_there(world, rng):
     sums = world.weigh(world.begin(1), updates, noise)
     size = world.settings.ciphertext_bytes
     zero = bytes(size) + sums[0].ciphertexts[size:]
-    for wrong, said in (
+    for wrong, message in (
         (dataclasses.replace(sums[0], round_number=2), "sum of round 2: expected round 1"),
         (dataclasses.replace(sums[0], ciphertexts=sums[0].ciphertexts[:-1]), "cut off"),
         (
@@ -461,7 +461,7 @@ def test_a_sum_can_be_checked_before_the_others_are_there(world, rng):
         ),
         (sums[1], "silo 1: expected silo 0, its sender"),
     ):
-        with pytest.raises((ProtocolError, ValueError), match=said):
+        with pytest.raises((ProtocolError, ValueError), match=message):
             world.server.add_sum(0, wrong.to_bytes())
     close(world.server, sums)
     with pytest.raises(ProtocolError, match="no round is open"):

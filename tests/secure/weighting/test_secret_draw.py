@@ -72,8 +72,8 @@ def test_the_sum_is_that_of_the_users_whom_all_silos_took(rng, monkeypatch):
     ("hits", "choices"), grid([(1, 2), (1, 4), (3, 4)], lambda odds: odds == (1, 2))
 )
 def test_each_user_is_drawn_with_the_probability_of_the_plan(hits, choices):
-    own = facts(users=8, silos=2, draw_choices=choices, winning_choices=hits)
-    world = World(own, np.full((2, 8), 3))
+    settings = facts(users=8, silos=2, draw_choices=choices, winning_choices=hits)
+    world = World(settings, np.full((2, 8), 3))
     samples = [users_in(world, drawn(world, number)) for number in range(1, 11)]
     counts = np.array([[user in sample for user in range(8)] for sample in samples])
     assert stats.binomtest(int(counts.sum()), counts.size, hits / choices).pvalue > 1e-6

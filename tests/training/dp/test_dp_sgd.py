@@ -291,15 +291,15 @@ def test_records_are_drawn_independently_at_the_sampling_rate(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("build", "loss", "said"),
+    ("build", "loss", "message"),
     [
         (lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), cross_entropy, "GroupNorm"),
         (lambda: nn.Linear(4, 1), cox_loss, "compares examples"),
     ],
 )
-def test_what_has_no_gradient_of_single_examples_is_refused(build, loss, said):
+def test_what_has_no_gradient_of_single_examples_is_refused(build, loss, message):
     task = problem(build, loss)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         ClippedGradient(task, list(dict(build().named_parameters())), clipping_norm=1.0)
 
 
@@ -573,8 +573,8 @@ def test_a_record_whose_loss_raises_counts_as_zero_and_moves_no_other(which, cap
     for name in params:
         assert ours[name].any()
         assert torch.equal(ours[name], theirs[name])
-    (said,) = [r for r in caplog.records if "counts as zero" in r.message]
-    assert said.levelname == "WARNING"
+    (messages,) = [r for r in caplog.records if "counts as zero" in r.message]
+    assert messages.levelname == "WARNING"
 
 
 def test_if_every_record_raises_the_sum_is_zero_and_logged(caplog):

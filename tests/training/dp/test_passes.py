@@ -63,9 +63,9 @@ def test_clipped_steps_are_plain_steps(setting):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), [({"clipping_norm": 0.0}, "clipping_norm"), ({"stddev": -1.0}, "stddev")]
+    ("change", "message"), [({"clipping_norm": 0.0}, "clipping_norm"), ({"stddev": -1.0}, "stddev")]
 )
-def test_step_noise_without_bounds_is_refused_by_name(change, said):
+def test_step_noise_without_bounds_is_refused_by_name(change, message):
     facts = {"clipping_norm": 1.0, "stddev": 0.1, "source": SeededNoise(1)}
-    with pytest.raises(ValueError, match=f"{said}="):
+    with pytest.raises(ValueError, match=f"{message}="):
         StepNoise(**{**facts, **change})

@@ -137,8 +137,8 @@ def test_a_record_with_an_odd_leaf_counts_as_zero(build, leaf, caplog):
     expected, _ = gradient(task, params, rest)
     for name in params:
         torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-4)
-    (said,) = [r for r in caplog.records if "counts as zero" in r.message]
-    assert said.levelname == "WARNING"
+    (messages,) = [r for r in caplog.records if "counts as zero" in r.message]
+    assert messages.levelname == "WARNING"
 
 
 class LookedUp(Weighed):

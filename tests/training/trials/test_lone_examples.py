@@ -129,8 +129,8 @@ def test_labels_that_do_not_begin_at_zero_are_refused_with_a_remedy(labels):
         loss=lambda outputs, targets: functional.cross_entropy(outputs, targets - 1990),
     )
     gradient = ClippedGradient(task, [*task.initial_params(0)], clipping_norm=1.0)
-    said = "begin at another number, as in .* subtract it in the data set, not in the loss"
-    with pytest.raises(InvalidValue, match=said) as refusal:
+    message = "begin at another number, as in .* subtract it in the data set, not in the loss"
+    with pytest.raises(InvalidValue, match=message) as refusal:
         gradient(task.initial_params(0), torch.rand(len(targets), 6), targets)
     assert is_tellable(refusal.value)
     assert "BatchNorm" not in str(refusal.value)
