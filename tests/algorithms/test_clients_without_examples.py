@@ -41,11 +41,11 @@ def run(method, plan):
             else client_examples
         )
 
-    here = replace(task(), data=data)
+    few_examples = replace(task(), data=data)
     strategy = strategy_of(
         method, plan=plan, seed=1, personal=["head"] if method in WITH_HEADS else []
     )
-    grid = InProcessGrid(method.client_app(here), plan.sampling.population)
+    grid = InProcessGrid(method.client_app(few_examples), plan.sampling.population)
     result = strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=2)
     return strategy, result.arrays.to_torch_state_dict()
 

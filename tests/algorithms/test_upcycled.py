@@ -766,11 +766,11 @@ def test_after_a_run_that_breaks_off_the_base_works_alone_again():
 
 def test_after_a_run_the_base_keeps_methods_that_were_set_on_it():
     base, called = FedAvg(), []
-    own = base.aggregate_train
+    method_of_base = base.aggregate_train
 
     def logged(server_round, replies):
         called.append(server_round)
-        return own(server_round, replies)
+        return method_of_base(server_round, replies)
 
     base.aggregate_train = logged
     models_of(Upcycled(base, 0.5), rounds=4)
@@ -900,12 +900,12 @@ def test_a_hosted_fedprox_tells_clients_its_proximal_weight_and_the_users_config
     )
     arrays = initial() if len(grid.contexts) == NODES else packed(START)
     strategy.start(grid, arrays, num_rounds=1, train_config=ConfigRecord({"mine": 5}))
-    asked = [seen for seen in grid.seen if (seen["kind"], seen["way"]) == ("train", "down")]
-    assert len(asked) == 4
-    for seen in asked:
+    requests = [seen for seen in grid.seen if (seen["kind"], seen["way"]) == ("train", "down")]
+    assert len(requests) == 4
+    for seen in requests:
         settings = seen["config"]["config"].items()
-        told = {name: value for name, value in settings if not name.startswith(FOR_MODS)}
-        assert told == {"mine": 5, "proximal-mu": 0.7, "server-round": 1}
+        configuration = {name: value for name, value in settings if not name.startswith(FOR_MODS)}
+        assert configuration == {"mine": 5, "proximal-mu": 0.7, "server-round": 1}
         trainings = {n: c for n, c in seen["config"].items() if n.startswith("training.")}
         if ours:
             assert trainings["training.local"]["proximal_weight"] == 0.7

@@ -36,8 +36,8 @@ def flwr(home: Path, *arguments: object) -> str:
 
 def bundled(app: Path, home: Path) -> Path:
     """Return the FAB that ``flwr build`` makes of an app."""
-    told = flwr(home, "build", "--app", app)
-    assert "missing" not in told
+    output = flwr(home, "build", "--app", app)
+    assert "missing" not in output
     (made,) = home.glob("*.fab")
     return made
 

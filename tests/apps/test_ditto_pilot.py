@@ -55,15 +55,19 @@ def test_the_pilot_descends_on_the_mean_and_the_personal_losses():
         return np.mean([half_square(s, d.targets) for s, d in zip(scores, clients, strict=True)])
 
     first = start["weights.weight"][0].double().numpy()
-    w, own = first.copy(), [first.copy() for _ in clients]
+    w, personal_models = first.copy(), [first.copy() for _ in clients]
     steepest = max(np.linalg.norm(slope(w, data)) for data in clients)
     for _ in range(ROUNDS):
         w = w - RATE * np.mean([slope(w, data) for data in clients], axis=0)
-        own = [u - RATE * slope(u, data) for u, data in zip(own, clients, strict=True)]
+        personal_models = [
+            u - RATE * slope(u, data) for u, data in zip(personal_models, clients, strict=True)
+        ]
         steepest = max(steepest, *(np.linalg.norm(slope(w, data)) for data in clients))
     assert pilot.initial_gap == pytest.approx(loss(first) - loss(w), rel=1e-6)
     assert pilot.gradient_bound == pytest.approx(steepest, rel=1e-6)
-    assert pilot.model_spread == pytest.approx(max(np.linalg.norm(u - w) for u in own), rel=1e-6)
+    assert pilot.model_spread == pytest.approx(
+        max(np.linalg.norm(u - w) for u in personal_models), rel=1e-6
+    )
     # Curvatures are 1 and, for the last client, 3 (to the precision of float32 features).
     assert 1 - 1e-5 <= pilot.strong_convexity <= pilot.smoothness <= CLIENTS * (1 + 1e-5)
 

@@ -50,10 +50,10 @@ def test_a_setting_of_another_type_ends_the_run_with_its_name(app, name, value, 
         run_in_process(server, client, num_clients=3, run_config=config)
 
 
-def fails(app, tmp_path, said, **settings):
+def fails(app, tmp_path, message, **settings):
     server, client = app.parts()
     config = {**app.small_config(run_directory=str(tmp_path / "run")), **settings}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         run_in_process(server, client, num_clients=config["clients"], run_config=config)
 
 

@@ -128,8 +128,10 @@ def test_the_lattice_protocol_weighs_by_records_and_says_that_it_is_experimental
     assert {row["answered"] for row in private.metrics()} == {5}
     assert not any(row.get("refused") for row in private.metrics())
     for guarantee in private.guarantees():
-        said = any("not externally reviewed" in text for text in guarantee.assumptions)
-        assert said == (guarantee.basis == "provable")
+        names_the_experiment = any(
+            "not externally reviewed" in text for text in guarantee.assumptions
+        )
+        assert names_the_experiment == (guarantee.basis == "provable")
     if rate == 1:
         plain = run(tmp_path / "plain", method="uldp-avg-w", seeded_noise=True)
         one, other = (load_file(each.path / "model.safetensors") for each in (plain, private))

@@ -153,9 +153,9 @@ def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, messag
 
 
 def test_help_with_missing_data_proposes_no_data_set_that_the_app_refuses(tmp_path):
-    with pytest.raises(DataNotFound, match="FLOWER_EXT_DATA") as told:
+    with pytest.raises(DataNotFound, match="FLOWER_EXT_DATA") as error:
         run(tmp_path / "run", dataset="letters", data_folder=str(tmp_path), generated=False)
-    assert "digits" not in str(told.value)
+    assert "digits" not in str(error.value)
 
 
 def test_missing_data_end_the_run_before_it_begins(tmp_path):

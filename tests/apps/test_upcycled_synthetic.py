@@ -123,10 +123,10 @@ def test_one_linear_classifier_fits_every_iid_device_but_not_0_0():
         )
 
     shared = generate("iid", rng=rng(1), num_classes=3)
-    own = generate("0-0", rng=rng(1), num_classes=3)
+    labels_by_device = generate("0-0", rng=rng(1), num_classes=3)
     assert fit(shared) > 0.99
-    assert fit(own) < 0.9
-    largest = max(own, key=lambda data: len(data.train))
+    assert fit(labels_by_device) < 0.9
+    largest = max(labels_by_device, key=lambda data: len(data.train))
     assert fit([largest]) > 0.97
 
 
@@ -184,11 +184,11 @@ def test_a_file_is_read_device_by_device(tmp_path):
     assert [(len(data.train), len(data.test)) for data in devices] == [(4, 1), (5, 2), (6, 3)]
     for number, data in enumerate(devices):
         for part, examples in (("train", data.train), ("test", data.test)):
-            own = content[f"client_{part}"] == number
+            of_device = content[f"client_{part}"] == number
             np.testing.assert_array_equal(
-                examples.features.numpy(), content[f"x_{part}"][own].astype(np.float32)
+                examples.features.numpy(), content[f"x_{part}"][of_device].astype(np.float32)
             )
-            np.testing.assert_array_equal(examples.targets.numpy(), content[f"y_{part}"][own])
+            np.testing.assert_array_equal(examples.targets.numpy(), content[f"y_{part}"][of_device])
             assert examples.features.dtype == torch.float32
             assert examples.targets.dtype == torch.int64
 

@@ -170,8 +170,8 @@ class Leaking(DPFedAvg):
     @staticmethod
     def update(work):
         trained = yield work.train("local", work.received)
-        own = {name: p + 0.1 for name, p in trained.items()}
-        return LocalResult(update=own, memory=own)
+        personal = {name: p + 0.1 for name, p in trained.items()}
+        return LocalResult(update=personal, memory=personal)
 
     client = ClientMethod(
         name="leaking", local_update=update.__func__, local_model=lambda work: work.received

@@ -111,9 +111,9 @@ def test_no_epsilon_is_promised_for_the_records_behind_a_personal_part(finished,
     first = beside["statements"][0]
     assert "parameters of client 1 that carry no noise: no ε covers the records" in first
     shared = load_file(run.path / "model.safetensors")
-    own = {n for n in params if n not in shared or not torch.equal(params[n], shared[n])}
-    assert set(beside["parameters"]["personal"]) == own
-    assert own
+    personal = {n for n in params if n not in shared or not torch.equal(params[n], shared[n])}
+    assert set(beside["parameters"]["personal"]) == personal
+    assert personal
     assert (tmp_path / "own.safetensors").stat().st_mode & 0o077 == 0
 
 
@@ -180,9 +180,9 @@ def test_a_client_never_drawn_has_an_initial_secret_head(finished, tmp_path):
     client = next(c for c in range(4) if str(c) not in remembered)
     params, beside = exported(few, run, tmp_path, "--client", client)
     initial = task_of(few, run).initial_params(run.config["seed"])
-    own = beside["parameters"]["personal"]
-    assert own
-    assert all(torch.equal(params[name], initial[name]) for name in own)
+    personal = beside["parameters"]["personal"]
+    assert personal
+    assert all(torch.equal(params[name], initial[name]) for name in personal)
     assert beside["for"] == f"client {client} alone"
     assert f"whether and when client {client} took part" in beside["statements"][1]
 

@@ -292,18 +292,18 @@ def test_ledger_shows_what_is_spent_what_is_left_and_what_lacks_epsilon(tmp_path
 
 
 def test_ledger_refuses_a_broken_or_missing_account_or_that_of_a_run(tmp_path):
-    own = tmp_path / "own.jsonl"
+    run_ledger = tmp_path / "own.jsonl"
     run = finished(tmp_path / "run")
-    own.write_bytes(run.ledger_path.read_bytes())
+    run_ledger.write_bytes(run.ledger_path.read_bytes())
     (broken := tmp_path / "broken.jsonl").write_text("{}\n")
-    for path, said, code in (
-        (own, "of one run", 2),
+    for path, message, code in (
+        (run_ledger, "of one run", 2),
         (broken, f"{broken}: line 1", 1),
         (tmp_path / "none.jsonl", "No such file", 1),
     ):
         done = call("ledger", str(path))
         assert done.exit_code == code
-        assert said in done.stderr
+        assert message in done.stderr
 
 
 @pytest.mark.parametrize(("command", "distribution"), main.PLUGINS.items())

@@ -35,10 +35,10 @@ def test_the_apps_of_the_checkout_are_those_that_new_knows():
     assert len(FOLDERS) >= 5
 
 
-@pytest.mark.parametrize(("asked", "code"), [([], 0), (["dp3-fedsam", "mine"], 2)])
-def test_without_an_existing_app_name_each_app_is_listed(asked, code, tmp_path):
-    asked = [*asked[:1], *(tmp_path / name for name in asked[1:])]
-    done = call(*asked)
+@pytest.mark.parametrize(("arguments", "code"), [([], 0), (["dp3-fedsam", "mine"], 2)])
+def test_without_an_existing_app_name_each_app_is_listed(arguments, code, tmp_path):
+    arguments = [*arguments[:1], *(tmp_path / name for name in arguments[1:])]
+    done = call(*arguments)
     assert done.exit_code == code
     lines = done.stdout.splitlines()
     for folder in FOLDERS:

@@ -97,8 +97,8 @@ def test_a_simulation_has_no_more_nodes_than_cores_and_says_so(
 def test_nodes_of_a_superlink_are_one_client_each(monkeypatch, tmp_path):
     far = overrides(runs=tmp_path, superlink="far")
     assert "clients-per-node" not in far
-    own = overrides(runs=tmp_path, settings=["clients-per-node=1"])
-    assert own["clients-per-node"] == "1"
+    changed = overrides(runs=tmp_path, settings=["clients-per-node=1"])
+    assert changed["clients-per-node"] == "1"
 
 
 def test_clients_of_a_simulation_keep_their_memory_in_its_run_directory(monkeypatch, tmp_path):

@@ -61,15 +61,15 @@ def test_the_same_seed_gives_the_same_partition(kind):
 
 
 def test_a_split_is_by_class_disjoint_and_never_empty():
-    own = pathological(TARGETS, num_partitions=20, classes_per_partition=2, rng=rng())[3]
-    train, test = split(own, TARGETS, train_fraction=0.9, rng=rng())
+    classes = pathological(TARGETS, num_partitions=20, classes_per_partition=2, rng=rng())[3]
+    train, test = split(classes, TARGETS, train_fraction=0.9, rng=rng())
     assert disjoint([train, test])
-    assert set(train) | set(test) == set(own)
-    assert len(train) == round(0.9 * len(own))
+    assert set(train) | set(test) == set(classes)
+    assert len(train) == round(0.9 * len(classes))
     shares = [np.bincount(TARGETS[part], minlength=10) / len(part) for part in (train, test)]
     np.testing.assert_allclose(shares[0], shares[1], atol=0.05)
     for size in (2, 3, 5):
-        parts = split(own[:size], TARGETS, train_fraction=0.99, rng=rng())
+        parts = split(classes[:size], TARGETS, train_fraction=0.99, rng=rng())
         assert all(len(part) > 0 for part in parts)
 
 

@@ -52,7 +52,9 @@ class Outcome:
     @property
     def epsilon_is_right(self) -> bool:
         """Return True if every reported ε is the recomputed one, or at most 1 in 1,000 above."""
-        return all(-1e-6 <= ours / own - 1 <= 1e-3 for ours, own in self.epsilon.values())
+        return all(
+            -1e-6 <= ours / recomputed - 1 <= 1e-3 for ours, recomputed in self.epsilon.values()
+        )
 
 
 class Referee:
@@ -132,8 +134,8 @@ class Referee:
         if (moved is None) != (expected is None):
             outcome.wrong_aggregates.append(f"round {number}: released {moved is not None}")
         elif moved is not None and expected is not None:
-            found = records.to_arrays(moved)
-            if not all(np.allclose(found[n], expected[n], rtol=1e-5, atol=1e-6) for n in expected):
+            model = records.to_arrays(moved)
+            if not all(np.allclose(model[n], expected[n], rtol=1e-5, atol=1e-6) for n in expected):
                 outcome.wrong_aggregates.append(f"round {number}: another model")
 
 
@@ -225,16 +227,16 @@ def epsilons(
     accountant = pld.PLDAccountant(value_discretization_interval=1e-3)
     gaussian = dp_accounting.GaussianDpEvent(multiplier)
     event = dp_accounting.PoissonSampledDpEvent(plan.sampling.rate, gaussian)
-    own = accountant.compose(event, rounds).get_epsilon(plan.delta)
-    found = {
-        "released models": (reported[AdversaryView.RELEASED_MODELS], own),
-        "the ledger": (ledger.spent(plan.delta).epsilon, own),
+    recomputed = accountant.compose(event, rounds).get_epsilon(plan.delta)
+    epsilons_by_view = {
+        "released models": (reported[AdversaryView.RELEASED_MODELS], recomputed),
+        "the ledger": (ledger.spent(plan.delta).epsilon, recomputed),
     }
     sums = reported.get(AdversaryView.SUM_ONLY, np.inf)
     if np.isfinite(sums) and not isinstance(strategy.method, UldpAvg):
         worst = multiplier / np.sqrt(max(referee.weights.values()))
-        found["each sum"] = (sums, dp_accounting.get_epsilon_gaussian(worst, plan.delta))
-    return found
+        epsilons_by_view["each sum"] = (sums, dp_accounting.get_epsilon_gaussian(worst, plan.delta))
+    return epsilons_by_view
 
 
 def _arrays(reply: Message) -> records.Arrays:

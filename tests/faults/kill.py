@@ -109,8 +109,8 @@ class Trial:
         process = self.start()
         process.join(_LIMIT)
         if process.exitcode != 0:
-            said = (self.folder / "log").read_text()[-3000:]
-            raise RuntimeError(f"the run ended with {process.exitcode}: {said}")
+            log = (self.folder / "log").read_text()[-3000:]
+            raise RuntimeError(f"the run ended with {process.exitcode}: {log}")
 
     def released(self) -> list[tuple[int, list[int]]]:
         """Return (training number, clients) for each time that clients trained and answered."""
@@ -179,8 +179,8 @@ def changed(folder: Path, pattern: str, times: int, pause: float = 0.0) -> Calla
     def due() -> bool:
         nonlocal seen, last, due_at
         if due_at is None:
-            now = frozenset(_states(folder, pattern))
-            seen, last = seen + (now != last), now
+            current = frozenset(_states(folder, pattern))
+            seen, last = seen + (current != last), current
             if seen >= times:
                 due_at = time.monotonic() + pause
         return due_at is not None and time.monotonic() >= due_at
@@ -199,7 +199,7 @@ def _states(folder: Path, pattern: str) -> Iterator[tuple[str, int, int]]:
 
 def differences(one: Path, other: Path) -> list[str]:
     """Return the differences of two run directories, except for times."""
-    found = [
+    differing = [
         name
         for name in ("model.safetensors", "guarantee.json", "clients.csv")
         if _content(one / name) != _content(other / name)
@@ -212,10 +212,10 @@ def differences(one: Path, other: Path) -> list[str]:
         for path in (one, other)
     ]
     if rows[0] != rows[1]:
-        found.append("metrics.jsonl")
+        differing.append("metrics.jsonl")
     if reserved(one) != reserved(other):
-        found.append("ledger.jsonl")
-    return found
+        differing.append("ledger.jsonl")
+    return differing
 
 
 def _content(path: Path) -> bytes | None:
@@ -288,8 +288,8 @@ def run(points: int, *, seed: int = 0) -> list[Outcome]:
         drawn, number = random.Random(seed), 0
         while (left := points - sum(outcome.points for outcome in outcomes)) > 0:
             outcome = outcomes[number % 2]
-            own = {**config, "seeded-noise": outcome.exact is not None}
-            trial = replace(seeded, config=own, folder=place / f"{number}")
+            trial_config = {**config, "seeded-noise": outcome.exact is not None}
+            trial = replace(seeded, config=trial_config, folder=place / f"{number}")
             killed = _kill_and_resume(trial, outcome, drawn, duration, most=min(left, _IN_A_ROW))
             short: list[str] = []
             if outcome.exact is None:

@@ -118,8 +118,8 @@ def test_an_evaluation_is_on_the_ledger_before_anybody_is_asked(tmp_path):
     grid = Watching(DPFedAvg.client_app(task()), num_clients=CLIENTS)
     grid.path = path
     strategy.start(grid, initial(), num_rounds=1)
-    asked = [held for kinds, held in grid.seen if kinds == ["evaluate"]]
-    assert asked == [2]
+    ledgers = [held for kinds, held in grid.seen if kinds == ["evaluate"]]
+    assert ledgers == [2]
 
 
 def test_no_evaluation_is_made_that_the_budget_does_not_allow(logged, tmp_path):
@@ -239,19 +239,19 @@ def test_a_client_without_test_examples_is_not_counted_and_not_seen():
 
 
 @pytest.mark.parametrize(
-    "told", grid_of([100.0, -100.0, float("nan"), float("inf")], lambda told: told != -100)
+    "score", grid_of([100.0, -100.0, float("nan"), float("inf")], lambda score: score != -100)
 )
-def test_no_clients_metric_moves_the_sum_by_more_than_its_bound(told):
+def test_no_clients_metric_moves_the_sum_by_more_than_its_bound(score):
     real = task()
-    metrics = {"accuracy": lambda outputs, targets: torch.tensor(told)}
+    metrics = {"accuracy": lambda outputs, targets: torch.tensor(score)}
     strategy, plain = scored(), scored()
     _, one = run(strategy, tasks=replace(real, metrics=metrics))  # all clients are odd
     _, other = run(plain)
-    found = one.evaluate_metrics_clientapp[1]
-    assert found["scored_clients"] == pytest.approx(CLIENTS, abs=0.05)
-    assert -0.01 <= found["accuracy_mean"] <= 1.01
+    row = one.evaluate_metrics_clientapp[1]
+    assert row["scored_clients"] == pytest.approx(CLIENTS, abs=0.05)
+    assert -0.01 <= row["accuracy_mean"] <= 1.01
     expected = other.evaluate_metrics_clientapp[1]["loss_mean"]
-    assert found["loss_mean"] == pytest.approx(expected, abs=0.05)
+    assert row["loss_mean"] == pytest.approx(expected, abs=0.05)
 
 
 def test_an_evaluation_that_fails_on_a_clients_data_sends_an_empty_part(monkeypatch, logged):

@@ -101,9 +101,9 @@ def test_a_clients_text_cannot_steer_a_terminal_or_forge_a_line(error, logged):
     def read(message):
         raise RefusedReply("the answer cannot be read: " + text + "\nround 9/9 · ε 0.1")
 
-    requests = requests_of(asked := training_message())
+    requests = requests_of(question := training_message())
     content = Error(code=100, reason=text) if error else RecordDict()
-    sent = Message(content, reply_to=asked)
+    sent = Message(content, reply_to=question)
     assert not list(requests.accepted([sent], read_metrics if error else read))
     (refusal,) = requests.clients.refusals
     assert refusal.isprintable()

@@ -81,8 +81,8 @@ def test_a_server_that_noises_clips_whatever_comes():
     times(1e6)(replies[0], np.random.default_rng(0))
     strategy.aggregate_train(1, replies)
     assert strategy.refusals == []
-    asked = strategy.run.mechanism.protection(summary_of(strategy.run), 4)
-    assert asked.largest_upload(9) == math.inf
+    protection = strategy.run.mechanism.protection(summary_of(strategy.run), 4)
+    assert protection.largest_upload(9) == math.inf
 
 
 @pytest.mark.parametrize("weighting", ["equal", "by-records"])

@@ -151,10 +151,10 @@ def uploads(make, model, odd, *, present=True, engine=InProcessGrid):
     grid = engine(app)
     strategy.run.progress.begin()
     initial = ArrayRecord(task.initial_params(2))
-    asked = list(strategy.configure_train(1, initial, ConfigRecord(), grid))
+    requests = list(strategy.configure_train(1, initial, ConfigRecord(), grid))
     partitions = {node: partition for partition, node in strategy.run.clients.nodes.items()}
-    asked = [m for m in asked if present or partitions[m.metadata.dst_node_id] != 0]
-    replies = grid.send_and_receive(asked)
+    requests = [m for m in requests if present or partitions[m.metadata.dst_node_id] != 0]
+    replies = grid.send_and_receive(requests)
     return {
         partitions[reply.metadata.src_node_id]: None
         if reply.has_error()
@@ -226,13 +226,13 @@ def test_a_models_draws_in_a_methods_solver_depend_on_no_other_client(method):
         arrays = ArrayRecord(task.initial_params(2))
         first = list(strategy.configure_train(1, arrays, ConfigRecord(), grid))
         arrays, _ = strategy.aggregate_train(1, grid.send_and_receive(first))
-        asked = list(strategy.configure_train(2, arrays, ConfigRecord(), grid))
+        requests = list(strategy.configure_train(2, arrays, ConfigRecord(), grid))
         partitions = {node: partition for partition, node in strategy.run.clients.nodes.items()}
-        asked = [m for m in asked if present or partitions[m.metadata.dst_node_id] != 0]
+        requests = [m for m in requests if present or partitions[m.metadata.dst_node_id] != 0]
         torch.manual_seed(present)
         return {
             partitions[reply.metadata.src_node_id]: records.to_arrays(reply.content[records.UPDATE])
-            for reply in grid.send_and_receive(asked)
+            for reply in grid.send_and_receive(requests)
         }
 
     same_but_for_client_0(second_round(present=True), second_round(present=False))

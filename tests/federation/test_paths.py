@@ -607,27 +607,27 @@ def classes():
     for module in pkgutil.walk_packages(flower_ext.__path__, f"{flower_ext.__name__}."):
         if module.name.split(".")[1] in CARRIERS:
             import_module(module.name)
-    found = set()
+    kinds_found = set()
     waiting = [Protection, RoundMechanism, bounds.BoundedSum, RunningSum, Grid, Summation]
     while waiting:
         kind = waiting.pop()
         waiting += kind.__subclasses__()
         own = kind.__module__.startswith(tuple(f"{flower_ext.__name__}.{one}." for one in CARRIERS))
         if own and kind.__name__[0] != "_" and not inspect.isabstract(kind):
-            found.add(kind.__name__)
-    return found - {Protection.__name__}
+            kinds_found.add(kind.__name__)
+    return kinds_found - {Protection.__name__}
 
 
 def functions(module):
     """Return the public functions of a module."""
-    found = inspect.getmembers(module, inspect.isfunction)
-    return {name for name, one in found if one.__module__ == module.__name__ and name[0] != "_"}
+    members = inspect.getmembers(module, inspect.isfunction)
+    return {name for name, one in members if one.__module__ == module.__name__ and name[0] != "_"}
 
 
 def test_whatever_bounds_adds_or_carries_an_update_is_on_a_path():
     places = [place for path in PATHS.values() for place in (*path.through, *path.around)]
     named = {name for _, name in places}
     named |= {owner.__name__ for owner, _ in places if inspect.isclass(owner)}
-    there = classes() | functions(bounds) | functions(quantization)
-    assert there - named - NOT_HERE.keys() == set()
-    assert NOT_HERE.keys() - there == set()
+    members = classes() | functions(bounds) | functions(quantization)
+    assert members - named - NOT_HERE.keys() == set()
+    assert NOT_HERE.keys() - members == set()

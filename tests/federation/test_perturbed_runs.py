@@ -53,8 +53,8 @@ def test_a_runs_guarantees_rest_on_its_uploads_sizes_and_training(perturbation):
     app = DPFedAvg.client_app(task(sizes))
     sampled = plan(perturbation, sampling=FixedSizeSampling(4, 2))
     strategy, grid = run(sampled, app=app, clients=4, rounds=5, seed=3)
-    asked = [m.metadata.dst_node_id - 1_000 for m in of_training(grid.sent)]
-    counts = {client: asked.count(client) for client in set(asked)}
+    clients = [m.metadata.dst_node_id - 1_000 for m in of_training(grid.sent)]
+    counts = {client: clients.count(client) for client in set(clients)}
     assert sum(counts.values()) == 10
     assert len(set(counts.values())) > 1
     trained_objective = replace(
@@ -108,11 +108,11 @@ def test_a_method_whose_clients_remember_is_not_taken_for_memoryless():
 
 
 def test_the_number_of_examples_is_sent_only_for_record_level_privacy():
-    for the_plan, told in ((plan(OUTPUT), True), (release_plan(), False)):
+    for the_plan, is_sent in ((plan(OUTPUT), True), (release_plan(), False)):
         strategy, grid = run(the_plan)
         for reply in of_training(grid.received):
-            assert (records.METRICS in reply.content) == told
-        assert strategy.run.num_examples == (dict.fromkeys(range(CLIENTS), 12) if told else {})
+            assert (records.METRICS in reply.content) == is_sent
+        assert strategy.run.num_examples == (dict.fromkeys(range(CLIENTS), 12) if is_sent else {})
 
 
 class Scaled(nn.Module):
@@ -164,11 +164,11 @@ def test_one_client_that_sends_an_invalid_size_does_not_end_the_run(lie):
 
 
 def test_a_size_that_changes_between_rounds_is_accounted_by_the_smallest():
-    told = iter([5] * CLIENTS + [5000] * CLIENTS)
+    sizes = iter([5] * CLIENTS + [5000] * CLIENTS)
     grid = Tampering(DPFedAvg.client_app(task()), num_clients=CLIENTS)
 
     def tell(reply):
-        reply.content["metrics"] = MetricRecord({"num-examples": next(told)})
+        reply.content["metrics"] = MetricRecord({"num-examples": next(sizes)})
         return [reply]
 
     grid.tamper = dict.fromkeys(range(CLIENTS), tell)

@@ -388,12 +388,12 @@ def test_each_client_gets_its_cloud_model_and_all_others_core_models():
         FederatedStrategy(Apple(local=FAST), NonPrivatePlan(sampling=SAMPLING), evaluate_every=0)
     )
     last = [m for m in grid.sent if m.metadata.message_type.startswith("train")][-CLIENTS:]
-    for own, message in enumerate(last):
-        expected = {records.MODEL} | {f"core.{j}" for j in range(CLIENTS) if j != own}
+    for client, message in enumerate(last):
+        expected = {records.MODEL} | {f"core.{j}" for j in range(CLIENTS) if j != client}
         assert set(message.content.array_records) == expected
-        other = numbers(last[(own + 1) % CLIENTS])
+        other = numbers(last[(client + 1) % CLIENTS])
         assert np.array_equal(
-            numbers(message)[records.MODEL, "head.bias"], other[f"core.{own}", "head.bias"]
+            numbers(message)[records.MODEL, "head.bias"], other[f"core.{client}", "head.bias"]
         )
 
 

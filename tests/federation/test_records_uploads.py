@@ -196,12 +196,12 @@ def test_changes_to_a_replys_content_are_read():
 def test_metrics_beside_arrays_are_refused_for_the_same_reasons(metrics):
     become_server_of(1)
     question = Message(RecordDict(), dst_node_id=7, message_type="train.a", group_id="3")
-    upload, said = uploaded(metrics), []
+    upload, reasons = uploaded(metrics), []
     for reply in (UploadReply(question, upload), reply_to(question, upload.content())):
         with pytest.raises(RefusedReply) as refused:
             read_update(reply, base=MODEL, trust_models=False)
-        said.append(str(refused.value))
-    assert said[0] == said[1]
+        reasons.append(str(refused.value))
+    assert reasons[0] == reasons[1]
 
 
 @pytest.mark.parametrize(

@@ -332,8 +332,8 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_budget_ends_a_run_before_exceeding_it_also_after_resuming(tmp_path, name):
-    method, own, more = PLANS[name]
-    options = {"method": method, "plan": own, "ledger": False, "local": SGD, **more}
+    method, plan_settings, more = PLANS[name]
+    options = {"method": method, "plan": plan_settings, "ledger": False, "local": SGD, **more}
     free, _ = play(tmp_path / "free", rounds=3, **{**options, "evaluate_every": 1})
     spent = [row["epsilon_provable"] for row in free.metrics()]
     assert spent == sorted(spent)
@@ -371,9 +371,9 @@ def _with_budget(folder, epsilon, **options):
 
 
 def test_a_calibrated_plan_makes_all_its_rounds_within_its_budget(tmp_path):
-    method, own, more = PLANS["record"]
+    method, plan_settings, more = PLANS["record"]
     run, one = _with_budget(
-        tmp_path, 2.0, rounds=6, method=method, plan=own, ledger=False, local=SGD, **more
+        tmp_path, 2.0, rounds=6, method=method, plan=plan_settings, ledger=False, local=SGD, **more
     )
     assert len(run.metrics()) == 4
     assert "round 5" in one.stopped
@@ -427,6 +427,6 @@ def test_a_full_disk_ends_the_run_before_any_client_is_asked(tmp_path, size):
     run = RunDirectory.open(tmp_path / "run")
     reserved = [entry["kind"] for entry in run.ledger()].count("reserve")
     lines = (run.path / "checkpoints/begun.jsonl").read_text().splitlines()
-    asked = sum('"units"' in line for line in lines)
-    assert asked <= reserved < 40
+    reserved_rounds = sum('"units"' in line for line in lines)
+    assert reserved_rounds <= reserved < 40
     assert RunDirectory.open(tmp_path / "run").status in ("failed", "running")

@@ -268,11 +268,13 @@ def test_two_nodes_with_one_partition_are_an_error():
         FederatedStrategy(DPFedAvg(local=FAST), plan()).start(grid, initial(), num_rounds=1)
 
 
-@pytest.mark.parametrize("own", [None, "3", True, CLIENTS, -1])
-def test_a_node_without_a_partition_is_named_with_its_node_config(own):
+@pytest.mark.parametrize("node_config", [None, "3", True, CLIENTS, -1])
+def test_a_node_without_a_partition_is_named_with_its_node_config(node_config):
     grid = grid_of(average_app())
-    grid.contexts[1_003].node_config["partition-id"] = own
-    with pytest.raises(FederationNotReady, match=f"node 1003 says .* '?{own}'?;.*partition-id"):
+    grid.contexts[1_003].node_config["partition-id"] = node_config
+    with pytest.raises(
+        FederationNotReady, match=f"node 1003 says .* '?{node_config}'?;.*partition-id"
+    ):
         FederatedStrategy(DPFedAvg(local=FAST), plan()).start(grid, initial(), num_rounds=1)
 
 

@@ -92,8 +92,10 @@ def test_a_value_is_refused_at_construction_too():
 
 def test_a_missing_setting_is_named_with_where_to_add_it():
     without = {name: value for name, value in CONFIG.items() if name != "solver"}
-    told = r"^run-config has no solver: expected one of sgd, newton; add it to \[tool.flwr.app.con"
-    with pytest.raises(UnfitSetting, match=told):
+    message = (
+        r"^run-config has no solver: expected one of sgd, newton; add it to \[tool.flwr.app.con"
+    )
+    with pytest.raises(UnfitSetting, match=message):
         Some.of(without)
 
 

@@ -210,40 +210,40 @@ def faults_of(trial: Trial) -> list[str]:
 
     Releases are matched with places by their noise. All that was noised counts as released.
     """
-    found: list[str] = []
+    faults: list[str] = []
     drawn, released = trial.witnessed("drawn"), trial.witnessed("released")
     places = {tuple(entry["noise"]): entry["place"] for entry in drawn}
     by_place = defaultdict(set)
     if len(places) < len(drawn):
-        found.append("noise was drawn twice")
+        faults.append("noise was drawn twice")
     for entry in released:
         noise = tuple(entry["noise"])
         if noise in places:
             by_place[places[noise]].add((noise, tuple(entry["sum"])))
         else:
-            found.append("a release has noise that was never drawn")
-    found += [f"place {p} has {len(r)} releases" for p, r in by_place.items() if len(r) > 1]
-    found += _broken_correlation(trial, drawn, by_place)
+            faults.append("a release has noise that was never drawn")
+    faults += [f"place {p} has {len(r)} releases" for p, r in by_place.items() if len(r) > 1]
+    faults += _broken_correlation(trial, drawn, by_place)
     # Participations, from the messages that were sent.
-    asked = sorted({(entry["number"], entry["client"]) for entry in trial.witnessed("asked")})
-    if len({number for number, _ in asked}) < len(asked):
-        found.append("a training number was used twice")
+    invited = sorted({(entry["number"], entry["client"]) for entry in trial.witnessed("asked")})
+    if len({number for number, _ in invited}) < len(invited):
+        faults.append("a training number was used twice")
     for client in range(CLIENTS):
-        numbers = [number for number, partition in asked if partition == client]
+        numbers = [number for number, partition in invited if partition == client]
         if len(numbers) > SAMPLING.participations:
-            found.append(f"client {client} took part {len(numbers)} times")
+            faults.append(f"client {client} took part {len(numbers)} times")
         if any(b - a < SAMPLING.rounds_apart for a, b in itertools.pairwise(numbers)):
-            found.append(f"client {client} took part too soon")
+            faults.append(f"client {client} took part too soon")
     # The guarantee covers all that was asked for.
     matrix = trial.plan.mechanism().strategy
     limits = {"rounds_apart": 2, "participations": 3}
-    moves = matrix.row_moves(max([number for number, _ in asked], default=1), **limits)
+    moves = matrix.row_moves(max([number for number, _ in invited], default=1), **limits)
     mu = float(np.linalg.norm(moves)) / (SIGMA * matrix.sensitivity(**limits))
     true = gaussian_loss(1 / mu, releases=1, delta=0.01).epsilon
     claims = trial.run.guarantees()
     if claims and claims[0].epsilon < true * (1 - 1e-9):
-        found.append(f"ε = {claims[0].epsilon:.6g} is reported, {true:.6g} was spent")
-    return found
+        faults.append(f"ε = {claims[0].epsilon:.6g} is reported, {true:.6g} was spent")
+    return faults
 
 
 def _broken_correlation(trial: Trial, drawn: list[dict[str, Any]], by_place: Any) -> list[str]:

@@ -24,9 +24,11 @@ HEADS = {"weights": 12, "sum": 20}
 
 def arrays(messages, record, name):
     """Return the named arrays of messages, without their heads, by message."""
-    found = []
+    named_arrays = []
     for message in messages:
         sent = message.content.array_records.get(record)
         if sent is not None and name in sent:
-            found.append((message, records.to_arrays(sent)[name].tobytes()[HEADS.get(name, 0) :]))
-    return found
+            named_arrays.append(
+                (message, records.to_arrays(sent)[name].tobytes()[HEADS.get(name, 0) :])
+            )
+    return named_arrays

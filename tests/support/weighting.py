@@ -69,7 +69,7 @@ def draw_counts(rng: np.random.Generator, settings: PaillierSettings) -> np.ndar
     ).T
 
 
-def play(dialogue, silos, counts, asked, answered):
+def play(dialogue, silos, counts, silo_questions, answered):
     """Take all steps of a dialogue, and return its result; note all questions and answers."""
     answers = None
     while True:
@@ -81,7 +81,7 @@ def play(dialogue, silos, counts, asked, answered):
             at: silos[at].answer(step.name, question, counts[at])
             for at, question in step.questions.items()
         }
-        asked.append((step.name, step.questions))
+        silo_questions.append((step.name, step.questions))
         answered.append((step.name, answers))
 
 

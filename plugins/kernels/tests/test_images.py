@@ -173,10 +173,10 @@ def test_no_bit_depends_on_other_jobs_or_threads(model, threads, compiled):
         together = train_many(problem(model), jobs(model, WAYS["all"]))
     finally:
         torch.set_num_threads(usual)
-    for number, own in enumerate(together):
+    for number, trained in enumerate(together):
         job = jobs(model, WAYS["all"])[number]
         ((_, rows),) = train_groups(problem(model), [job], batch_invariant=True)
-        for name, value in own.items():
+        for name, value in trained.items():
             assert torch.equal(value, rows[name][0])
     assert len(compiled) == 8
 

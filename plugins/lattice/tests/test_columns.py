@@ -176,8 +176,8 @@ def test_a_silo_can_open_one_column_of_one_entry_of_each_user(world):
             pads = weights._pad(settings, entry_key, label, place, choice)
             pads = np.frombuffer(pads, np.uint8).reshape(2, ENTRY)
             for other in range(2):
-                found = raw[place, choice, other] ^ pads[other] ^ of_column[choice]
-                word = int.from_bytes(found[:6].tobytes(), "little")
+                opened_weights = raw[place, choice, other] ^ pads[other] ^ of_column[choice]
+                word = int.from_bytes(opened_weights[:6].tobytes(), "little")
                 difference = (word - int(constants[place])) % q
                 if (choice, other) == (shift, column):
                     assert difference == 0
@@ -211,7 +211,10 @@ def test_the_server_receives_another_answer_of_group_elements_each_time(world):
     pieces = [a[at : at + POINT_BYTES] for a in answers for at in range(0, 160, POINT_BYTES)]
     assert len(set(pieces)) == len(pieces) == 15
     offers = [
-        of_silo for name, asked in world.asked if name == "draw" for of_silo in asked.values()
+        of_silo
+        for name, questions in world.asked
+        if name == "draw"
+        for of_silo in questions.values()
     ]
     assert [int.from_bytes(offer[:8], "big") for offer in offers] == [1, 2, 3]
 

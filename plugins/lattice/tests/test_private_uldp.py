@@ -141,9 +141,9 @@ def test_sums_hold_the_users_that_all_silos_took_by_oblivious_transfer(monkeypat
         return dataclasses.replace(of_server(settings), drawn=made[-1])
 
     def silo_takes(*arguments):
-        found = of_silo(*arguments)
-        taken.append([column for column, _ in found])
-        return found
+        taken_by_silo = of_silo(*arguments)
+        taken.append([column for column, _ in taken_by_silo])
+        return taken_by_silo
 
     monkeypatch.setattr(columns, "draw_columns", server_makes)
     monkeypatch.setattr(columns, "open_columns", silo_takes)
@@ -159,16 +159,16 @@ def test_sums_hold_the_users_that_all_silos_took_by_oblivious_transfer(monkeypat
         for number, row in enumerate(taken[::SILOS])
     ]
     watch.drawn[:] = drawn
-    for number, found in enumerate(watch.sums, start=1):
-        assert np.abs(found - watch.expected(number)).max() <= 1e-7 * NORM
+    for number, taken_by_silo in enumerate(watch.sums, start=1):
+        assert np.abs(taken_by_silo - watch.expected(number)).max() <= 1e-7 * NORM
     assert "users" not in strategy.run.progress.row
     assert taken == [row for row in taken[::SILOS] for _ in range(SILOS)]
 
 
 def test_only_silo_0_draws_and_the_server_sees_group_elements():
     grid, _ = start(hidden_lattice(evaluate_every=0), Recorder)
-    asked = [m for m, name, _ in arrays(grid.sent) if name == "draw"]
-    assert [m.metadata.dst_node_id for m in asked] == [1_000] * ROUNDS
+    draws = [m for m, name, _ in arrays(grid.sent) if name == "draw"]
+    assert [m.metadata.dst_node_id for m in draws] == [1_000] * ROUNDS
     answers = [a.tobytes() for _, name, a in arrays(grid.received) if name == "draw"]
     pieces = [data[at : at + 32] for data in answers for at in range(0, len(data), 32)]
     assert len(set(pieces)) == len(pieces) == ROUNDS * USERS

@@ -117,8 +117,8 @@ def test_words_split_into_residues_and_join_again(work):
     words = np.random.default_rng(0).integers(-(2**63), 2**63, 1000)
     words[:2] = -(2**63), 2**63 - 1
     residues = np.array([np.mod(ring.split(words, p), PRIMES[p].q) for p in (0, 1)])
-    for own, q in zip(residues, (Q1, Q2), strict=True):
-        assert own.astype(np.int64).tolist() == [int(word) % q for word in words]
+    for residue, q in zip(residues, (Q1, Q2), strict=True):
+        assert residue.astype(np.int64).tolist() == [int(word) % q for word in words]
     polynomial = np.zeros(1000, np.int64)
     ring.add_joined(polynomial, residues)
     assert (polynomial == words).all()
@@ -147,9 +147,9 @@ def test_encoding_rounds_to_whole_steps_and_sums_squares(work):
     rng = np.random.default_rng(0)
     for dtype in (np.float32, np.float64):
         values = rng.standard_normal(GROUP).astype(dtype)
-        x, squares, own = np.empty(GROUP), np.zeros(512), ring.PRIMES[0]
+        x, squares, modulus = np.empty(GROUP), np.zeros(512), ring.PRIMES[0]
         nothing = np.empty((0, DEGREE)), np.empty((0, GROUP))
-        work.add_encoded(values, 2.0**30, 7.0, squares, x, *nothing, own.modulus)
-        work.invert(x, own.back, own.q, own.scale)
-        assert (x == np.mod(7 * np.rint(values.astype(float) * 2**30), own.q)).all()
+        work.add_encoded(values, 2.0**30, 7.0, squares, x, *nothing, modulus.modulus)
+        work.invert(x, modulus.back, modulus.q, modulus.scale)
+        assert (x == np.mod(7 * np.rint(values.astype(float) * 2**30), modulus.q)).all()
         assert squares.sum() == pytest.approx(np.square(values.astype(float) * 2**30).sum())

@@ -87,8 +87,8 @@ def test_more_products_than_fit_without_reduction_add_up(shared):
     total.add([update] * 33, [20] * 33, np.repeat(key, 33, axis=0))
     total.add([update] * 37, [20] * 37, np.repeat(key, 37, axis=0))
     first, second = total.words(noise[0], [])
-    own = LatticeSum(round_number=1, silo=0, first=first, second=second)
-    found = decrypted(world.settings, world.server._secret, [own])
+    silo_sum = LatticeSum(round_number=1, silo=0, first=first, second=second)
+    found = decrypted(world.settings, world.server._secret, [silo_sum])
     assert found == pytest.approx(70 / 3 * update + noise[0], abs=40 * world.settings.step)
 
 
@@ -149,10 +149,10 @@ def test_updates_may_be_added_a_few_users_at_a_time(shared):
 def test_updates_that_break_the_bound_are_refused_and_nothing_leaves(shared, change, message):
     world, updates, noise, numbers = shared
     opening = world.begin(next(numbers))
-    own = {user: update.copy() for user, update in world.own(0, updates).items()}
-    change(own)
+    broken = {user: update.copy() for user, update in world.own(0, updates).items()}
+    change(broken)
     with pytest.raises(InvalidValue, match=message):
-        weigh(world.silos[0], opening, own, noise[0])
+        weigh(world.silos[0], opening, broken, noise[0])
     result = close(world.server, world.weigh(opening, updates, noise))  # it can go on
     assert np.abs(result - world.plain(updates, noise)).max() <= largest_error(world)
 

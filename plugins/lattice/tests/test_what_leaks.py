@@ -102,7 +102,7 @@ def errors_of(world, message: LatticeWeights) -> np.ndarray:
     return errors
 
 
-def padding_filter(world, message, found: np.ndarray, update: np.ndarray, place: int) -> float:
+def padding_filter(world, message, total: np.ndarray, update: np.ndarray, place: int) -> float:
     """Correlate words beyond the coordinates with what a user's update would leave there."""
     padding = np.zeros(DEGREE)
     padding[: len(update)] = update
@@ -111,7 +111,7 @@ def padding_filter(world, message, found: np.ndarray, update: np.ndarray, place:
     )
     long = np.fft.ifft(product).real
     expected = (long[:DEGREE] - long[DEGREE:])[COORDINATES:]
-    words = found[COORDINATES:].astype(float)
+    words = total[COORDINATES:].astype(float)
     if len(words) == 0:
         return 0.0
     return float(np.corrcoef(words, expected)[0, 1])
@@ -172,13 +172,13 @@ def read_totals(silo, kept: LatticeWeights, repeated: LatticeWeights) -> list[in
         for message in (kept, repeated)
     ]
     table = weight_table(silo.settings.table_size)
-    found = []
+    totals = []
     for place in range(silo.settings.users):
         difference = int(constants[0][0, place] - constants[1][0, place]) - table
         distance = (difference + prime // 2) % prime - prime // 2
         nearest = int(np.argmin(np.abs(distance)))
-        found.append(nearest if abs(int(distance[nearest])) < 2**12 else -1)
-    return found
+        totals.append(nearest if abs(int(distance[nearest])) < 2**12 else -1)
+    return totals
 
 
 @pytest.mark.parametrize("constant", [False, True], ids=["fresh bytes", "constant bytes"])
@@ -214,13 +214,13 @@ def weight_sums(world) -> np.ndarray:
     )
     users = world.settings.users
     pairs = silo.opened(message).encryptions(range(users))
-    own = np.empty((2, users))
+    sums = np.empty((2, users))
     for prime, modulus in enumerate(ring.PRIMES):
         product = ring.multiplied(masks[prime], world.server._secret.transforms[prime], prime)
         plain = ring.inverted(np.mod(pairs[:, prime, 0] + product, modulus.q), prime)
-        own[prime] = plain[:, 0]
+        sums[prime] = plain[:, 0]
     words = np.zeros(users, np.int64)
-    ring.add_joined(words, own)
+    ring.add_joined(words, sums)
     return world.counts.sum(0)[world.order] * words / 2.0**56
 
 
@@ -358,7 +358,7 @@ def test_entries_beside_the_chosen_one_stay_sealed(world):
     """A silo's key opens the entry at ρ_u; at another place it gives no candidate of the table."""
     message = next_round(world).weights
     silo = world.silos[0]
-    own = silo.opened(message)._constants[0]
+    constant = silo.opened(message)._constants[0]
     table = set((weight_table(silo.settings.table_size) % ring.PRIMES[0].value).tolist())
     for place, choice in enumerate(silo.shifts):
         for other in range(silo.settings.table_size):
@@ -367,9 +367,11 @@ def test_entries_beside_the_chosen_one_stay_sealed(world):
             pad = weights._pad(
                 silo.settings, silo._entry_keys[place], label_of(message), place, other
             )
-            found = int.from_bytes(bytes(entry ^ np.frombuffer(pad, np.uint8))[:6], "little")
+            weight_read = int.from_bytes(bytes(entry ^ np.frombuffer(pad, np.uint8))[:6], "little")
             if other != choice:
-                differences = {(found - int(own[place]) + w) % ring.PRIMES[0].value for w in table}
+                differences = {
+                    (weight_read - int(constant[place]) + w) % ring.PRIMES[0].value for w in table
+                }
                 assert not differences & table
 
 

@@ -122,12 +122,12 @@ def test_no_user_moves_the_update_of_another_by_a_single_bit(model):
 
     def updates(users):
         smaller_job = replace(job, users={user: job.users[user] for user in users})
-        found = silo_training.users_updates(
+        updates_found = silo_training.users_updates(
             task, [smaller_job], trained=lambda name: True, memory_limit=2**30
         )
         return {
             user: {name: part[row].clone() for name, part in rows.items()}
-            for _, members, rows in found
+            for _, members, rows in updates_found
             for row, user in enumerate(members)
         }
 
@@ -221,13 +221,13 @@ def test_a_user_whose_training_raises_is_encrypted_as_zero():
 
 def with_a_wrong_label(data, user=3):
     """Return data with a wrong label: one record of ``user`` in each silo that has some."""
-    found = []
+    silos_with_it = []
     for examples in data:
         targets = examples.train.targets.clone()
         targets[np.flatnonzero(examples.owners == user)[:1]] = CLASSES + 5
         train = Examples(examples.train.features, targets)
-        found.append(SiloData(train=train, test=examples.test, owners=examples.owners))
-    return found
+        silos_with_it.append(SiloData(train=train, test=examples.test, owners=examples.owners))
+    return silos_with_it
 
 
 @pytest.mark.parametrize("method", [UldpAvg, UldpSgd])

@@ -220,9 +220,9 @@ def test_a_draw_that_silo_0_does_not_answer_discards_the_round(protocol, tmp_pat
 @EVERY
 def test_drawing_that_the_server_does_not_see_amplifies_against_it_as_well(protocol):
     views = {}
-    for name, own in (("known", protocol), ("hidden", replace(protocol, draw_choices=5))):
+    for name, options in (("known", protocol), ("hidden", replace(protocol, draw_choices=5))):
         loud = {"noise_multiplier": 5.0}
-        strategy = make(protocol=own, sampling=PoissonSampling(USERS, 0.4), plan=loud)
+        strategy = make(protocol=options, sampling=PoissonSampling(USERS, 0.4), plan=loud)
         strategy.participations.record(range(USERS), SILOS, requests=SILOS)
         views[name] = {g.view: g for g in strategy.guarantees() if g.basis == "provable"}
     known, hidden = views["known"], views["hidden"]

@@ -280,11 +280,11 @@ def test_an_old_sum_under_a_new_round_number_discards_the_round(protocol, tmp_pa
                 answer = records.to_arrays(record)["sum"]
                 if replies[1].metadata.group_id == "2":
                     server = strategy.run.summation.server
-                    now, before = (
+                    current, before = (
                         server.sum_type.from_bytes(array.tobytes(), server.settings)
                         for array in (answer, self.earlier)
                     )
-                    head = {name: n for name, n in vars(now).items() if isinstance(n, int)}
+                    head = {name: n for name, n in vars(current).items() if isinstance(n, int)}
                     renumbered = records.to_bytes_array(replace(before, **head).to_bytes())
                     replies[1].content["update"] = records.to_record({"sum": renumbered})
                 self.earlier = answer

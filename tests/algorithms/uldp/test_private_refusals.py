@@ -135,15 +135,15 @@ def test_a_second_reply_of_a_silo_is_refused_and_the_first_counts():
 
 
 @pytest.mark.parametrize(
-    ("step", "asked"), [("one-by-one", 1), ("begin", 2), ("keys", 3), ("count", 4)]
+    ("step", "question"), [("one-by-one", 1), ("begin", 2), ("keys", 3), ("count", 4)]
 )
 @pytest.mark.parametrize("lose", ["silent", "malformed"])
-def test_a_silo_lost_in_the_set_up_ends_the_run_by_number(step, asked, lose):
+def test_a_silo_lost_in_the_set_up_ends_the_run_by_number(step, question, lose):
     count = []
 
     def drop(replies, grid):
         count.append(1)
-        if len(count) != asked:
+        if len(count) != question:
             return replies
         if lose == "silent":
             return replies[1:]
@@ -155,7 +155,7 @@ def test_a_silo_lost_in_the_set_up_ends_the_run_by_number(step, asked, lose):
         FederationNotReady, match=r"partitions \[0\] cannot take part|silo 0: public key"
     ):
         start(strategy, Meddler, meddle=drop, kind=f"query.{METHOD}", groups=("0",))
-    assert len(count) == asked
+    assert len(count) == question
     assert strategy.participations.rounds == 0
 
 

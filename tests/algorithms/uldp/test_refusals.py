@@ -112,16 +112,16 @@ class Liar(InProcessGrid):
     def send_and_receive(self, messages, *, timeout=None):
         replies = list(super().send_and_receive(messages, timeout=timeout))
         for reply in replies:
-            asked = reply.metadata.message_type.startswith("query.uldp")
+            is_histogram = reply.metadata.message_type.startswith("query.uldp")
             told = reply.content.array_records.get("answer", {})
-            if asked and "histogram" in told and reply.metadata.src_node_id == 1_001:
+            if is_histogram and "histogram" in told and reply.metadata.src_node_id == 1_001:
                 answer = {**records.to_arrays(told), "histogram": self.told}
                 reply.content["answer"] = records.to_record(answer)
         return replies
 
 
 @pytest.mark.parametrize(
-    "told",
+    "histogram",
     [
         np.full(USERS, -1),
         np.full(USERS, 2**62),
@@ -130,10 +130,10 @@ class Liar(InProcessGrid):
         np.full((USERS, 1), 3),
     ],
 )
-def test_a_histogram_that_is_none_is_refused(told):
+def test_a_histogram_that_is_none_is_refused(histogram):
     strategy = strategy_of(UldpAvg, plan=plan(), weighting="by-records", **COMMON)
     grid = Liar(UldpAvg.client_app(task(), allow_seeded_noise=True), num_clients=SILOS)
-    grid.told = told
+    grid.told = histogram
     with pytest.raises(FederationNotReady, match=r"partitions \[1\] cannot take part"):
         strategy.start(grid, ArrayRecord(task().initial_params(SEED)))
 

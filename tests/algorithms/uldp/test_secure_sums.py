@@ -105,18 +105,18 @@ def cells_of(data, weighting="by-records", norm=0.01, local=LOCAL):
     strategy = strategy_of(
         UldpAvg, plan=secure(clipping_norm=norm), weighting=weighting, local=local, **COMMON
     )
-    found = []
+    cells = []
     real = silo_training.add_users
 
     def kept(task, jobs, **options):
         nothing = real(task, jobs, **options)
-        found.extend(job.total.value for job in jobs)
+        cells.extend(job.total.value for job in jobs)
         return nothing
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(silo_training, "add_users", kept)
         run(strategy, data)
-    return found, norm / strategy.run.mechanism.masked.cell
+    return cells, norm / strategy.run.mechanism.masked.cell
 
 
 def without(user, data):
@@ -156,8 +156,8 @@ def test_no_user_moves_a_whole_number_of_another():
         for user in range(USERS):
             alone = without_all_but(user, one)
             data = [alone if at == number else other for at, other in enumerate(silos())]
-            own = cells_with_weights_of_all(data, number)
-            summed = {name: array + own.value[name] for name, array in summed.items()}
+            cells = cells_with_weights_of_all(data, number)
+            summed = {name: array + cells.value[name] for name, array in summed.items()}
         for name, array in everyone[number].value.items():
             np.testing.assert_array_equal(summed[name], array)
 

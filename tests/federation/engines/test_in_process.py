@@ -62,13 +62,13 @@ def ask(grid: InProcessGrid, node: int, *, fail: bool = False) -> Message:
 
 def same_message(ours, theirs):
     """Compare messages except for their creation times."""
-    own, other = vars(ours.metadata), vars(theirs.metadata)
-    assert own.keys() == other.keys()
+    metadata, other = vars(ours.metadata), vars(theirs.metadata)
+    assert metadata.keys() == other.keys()
     assert vars(ours).keys() == vars(theirs).keys()
-    for name in own.keys() - {"_created_at", "_ttl"}:
-        assert own[name] == other[name], name
+    for name in metadata.keys() - {"_created_at", "_ttl"}:
+        assert metadata[name] == other[name], name
     for name in ("_created_at", "_ttl"):
-        assert own[name] == pytest.approx(other[name], abs=1)
+        assert metadata[name] == pytest.approx(other[name], abs=1)
     assert ours.content is theirs.content
 
 

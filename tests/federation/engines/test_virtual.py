@@ -58,8 +58,8 @@ def test_a_run_equals_that_of_clients_on_separate_nodes(strategy):
     for name, array in finals[0].items():
         np.testing.assert_allclose(finals[1][name], array, atol=1e-6)
     assert scores[1].keys() == scores[0].keys()
-    for client, own in scores[0].items():
-        assert scores[1][client] == pytest.approx(own, abs=1e-5)
+    for client, score in scores[0].items():
+        assert scores[1][client] == pytest.approx(score, abs=1e-5)
 
 
 def counting() -> CohortApp:
@@ -94,10 +94,10 @@ def test_each_client_has_a_separate_partition_state_and_error():
     failed = by_client.pop(clients[3])
     assert failed.error.reason == REASON_WITHHELD
     for client, reply in by_client.items():
-        own = reply.content.config_records["own"]
-        assert own["partition"] == clients.index(client)
-        assert own["num-partitions"] == CLIENTS
-        assert own["seen"] == 1 + (client in clients[:5])
+        facts = reply.content.config_records["own"]
+        assert facts["partition"] == clients.index(client)
+        assert facts["num-partitions"] == CLIENTS
+        assert facts["seen"] == 1 + (client in clients[:5])
         assert reply.metadata.group_id == "5"
     # The client's effects before it failed are undone.
     (again,) = grid.send_and_receive(ask(grid, [clients[3]]))

@@ -31,16 +31,20 @@ def telling() -> ClientApp:
 
     @app.query()
     def _(message: Message, context: Context) -> Message:
-        asked = message.content.config_records["ask"]
+        question = message.content.config_records["ask"]
         seen = int(context.state.config_records.get("seen", {"n": 0})["n"]) + 1
         context.state["seen"] = ConfigRecord({"n": seen})
-        if context.node_config["partition-id"] == asked["fails"]:
+        if context.node_config["partition-id"] == question["fails"]:
             raise RuntimeError("told to fail")
-        if context.node_config["partition-id"] == asked["kills"]:
+        if context.node_config["partition-id"] == question["kills"]:
             os.kill(os.getpid(), signal.SIGKILL)
-        told = {"n": seen, "process": os.getpid(), "partition": context.node_config["partition-id"]}
-        told["noise"] = SecureNoise().add_gaussian({"a": np.zeros(1)}, 1.0)["a"].tolist()
-        return Message(RecordDict({"a": ConfigRecord(told)}), reply_to=message)
+        answer = {
+            "n": seen,
+            "process": os.getpid(),
+            "partition": context.node_config["partition-id"],
+        }
+        answer["noise"] = SecureNoise().add_gaussian({"a": np.zeros(1)}, 1.0)["a"].tolist()
+        return Message(RecordDict({"a": ConfigRecord(answer)}), reply_to=message)
 
     return app
 
@@ -80,16 +84,16 @@ def test_clients_without_a_state_are_divided_evenly_and_the_others_stay():
         if message.content.config_records["ask"]["fails"] == 1:  # the round that leaves a state
             context.state["here"] = ConfigRecord({"process": os.getpid()})
         kept = context.state.config_records.get("here", {"process": os.getpid()})["process"]
-        told = {"process": os.getpid(), "kept": kept}
-        return Message(RecordDict({"a": ConfigRecord(told)}), reply_to=message)
+        answer = {"process": os.getpid(), "kept": kept}
+        return Message(RecordDict({"a": ConfigRecord(answer)}), reply_to=message)
 
     grid = InProcessGrid(app, num_clients=12, workers=3)
     nodes = list(grid.get_node_ids())
 
     def processes(asked, **how):
-        told = [reply.content.config_records["a"] for reply in ask(grid, asked, **how)]
-        assert [one["process"] for one in told] == [one["kept"] for one in told]
-        return [one["process"] for one in told]
+        answer = [reply.content.config_records["a"] for reply in ask(grid, asked, **how)]
+        assert [one["process"] for one in answer] == [one["kept"] for one in answer]
+        return [one["process"] for one in answer]
 
     unusual = [node for node in nodes if node % 3 == 0] + nodes[1:3]  # most of one process
     assert sorted(Counter(processes(unusual)).values()) == [2, 2, 2]

@@ -38,11 +38,11 @@ def test_the_model_equals_that_of_the_plain_sum_bit_for_bit():
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("way", ["lost", "answers"])
-@pytest.mark.parametrize("who", [pytest.param((0,), marks=pytest.mark.full), (1, 6)])
-def test_clients_lost_in_any_stage_leave_the_sum_of_the_others(stage, way, who):
+@pytest.mark.parametrize("partitions", [pytest.param((0,), marks=pytest.mark.full), (1, 6)])
+def test_clients_lost_in_any_stage_leave_the_sum_of_the_others(stage, way, partitions):
     strategy = strategy_of()
-    _, model = run(strategy, Losing, **{way: [(partition, stage) for partition in who]})
-    gone = () if stage == UNMASK else who  # a client is in the sum once it has uploaded
+    _, model = run(strategy, Losing, **{way: [(partition, stage) for partition in partitions]})
+    gone = () if stage == UNMASK else partitions  # a client is in the sum once it has uploaded
     assert_same(model, expected_model(set(range(CLIENTS)) - set(gone)))
     assert strategy.participations.rounds == 1
 
@@ -139,7 +139,7 @@ def test_without_a_folder_a_client_that_forgot_the_round_leaves_it():
     assert any("name a state-folder in its node config" in one for one in strategy.refusals)
 
 
-def _mask_at_once(folder, asked, value, both_loaded, outcomes):
+def _mask_at_once(folder, question, value, both_loaded, outcomes):
     """Answer a training message in a process that has loaded its state when the other one has."""
     load = ClientVault.load
 
@@ -153,7 +153,7 @@ def _mask_at_once(folder, asked, value, both_loaded, outcomes):
     context = Context(run_id=7, node_id=3, node_config=facts, state=RecordDict(), run_config={})
     try:
         cells = ClipAndNoise(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16)
-        sums = {records.SECURE_SUM: asked}
+        sums = {records.SECURE_SUM: question}
         masked_member.seal({"w": np.full(50, value, np.int64)}, cells, sums, context, "one")
         outcomes.put("masked")
     except ProtocolError as error:
@@ -165,7 +165,7 @@ def test_of_two_processes_with_one_training_message_only_one_masks(tmp_path):
     deliveries = one.share(one.advertise())
     facts = {"partition-id": 0, "state-folder": str(tmp_path)}
     context = Context(run_id=7, node_id=3, node_config=facts, state=RecordDict(), run_config={})
-    asked = {"delivery": np.frombuffer(deliveries[0].to_bytes(), np.uint8)}
+    question = {"delivery": np.frombuffer(deliveries[0].to_bytes(), np.uint8)}
     processes = multiprocessing.get_context("fork")
     for _ in range(10):
         vault = ClientVault(context, "one-sum")
@@ -173,7 +173,7 @@ def test_of_two_processes_with_one_training_message_only_one_masks(tmp_path):
         both_loaded, outcomes = processes.Barrier(2), processes.Queue()
         twins = [
             processes.Process(
-                target=_mask_at_once, args=(str(tmp_path), asked, v, both_loaded, outcomes)
+                target=_mask_at_once, args=(str(tmp_path), question, v, both_loaded, outcomes)
             )
             for v in (1, 2)
         ]
@@ -256,9 +256,9 @@ class Garbling(Recorder):
         messages = [copied(message) for message in messages]
         for message in messages:
             if message.metadata.dst_node_id == 1_003 and stage_of(message) in self.stage:
-                asked = records.to_arrays(message.content[records.SECURE_SUM])
+                question = records.to_arrays(message.content[records.SECURE_SUM])
                 (garble,) = self.garble
-                changed = {name: garble(array) for name, array in asked.items()}
+                changed = {name: garble(array) for name, array in question.items()}
                 message.content[records.SECURE_SUM] = records.to_record(changed)
         return super().send_and_receive(messages, timeout=timeout)
 

@@ -343,11 +343,11 @@ def test_no_rounding_takes_epsilon_below_what_the_sum_of_all_outputs_tells(accou
     deltas = (*small, 1e-5, 0.1)
     for sigma, rate, rounds in itertools.product(noises, rates, (1, most)):
         bounds = told_by_the_sum(rate, sigma, rounds, deltas)
-        for delta, told in zip(deltas, bounds, strict=True):
+        for delta, least in zip(deltas, bounds, strict=True):
             facts = {"sigma": sigma, "rounds": rounds, "delta": delta, "accountant": accountant}
-            said = epsilon(PoissonSampling(10**6, rate), **facts)
-            assert said >= told * (1 - 1e-6) - 1e-9, (sigma, rate, rounds, delta)
-            seen.add(told > 1e-7)
+            reported = epsilon(PoissonSampling(10**6, rate), **facts)
+            assert reported >= least * (1 - 1e-6) - 1e-9, (sigma, rate, rounds, delta)
+            seen.add(least > 1e-7)
     assert seen == {True, False}
 
 

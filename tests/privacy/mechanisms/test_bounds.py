@@ -280,12 +280,12 @@ def test_rows_that_stay_apart_are_clipped_as_one_by_one(kind, scale):
         rows = {name: torch.from_numpy(array) for name, array in rows.items()}
     ours = clip_each_row(rows, 0.7)
     for number in range(5):
-        own = {name: np.asarray(array)[number] for name, array in ours.items()}
+        row = {name: np.asarray(array)[number] for name, array in ours.items()}
         theirs = clip({name: np.asarray(array)[number] for name, array in rows.items()}, 0.7)
-        assert l2_norm(own) <= 0.7
+        assert l2_norm(row) <= 0.7
         for name, array in theirs.value.items():
-            assert own[name].shape == array.shape
-            np.testing.assert_allclose(own[name], array, rtol=1e-10)
+            assert row[name].shape == array.shape
+            np.testing.assert_allclose(row[name], array, rtol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])

@@ -140,10 +140,10 @@ def test_every_whole_number_has_its_probability(stddev):
     expected = np.array([float(p) for p in pmf(stddev, 14 * round(stddev))])
     middle = len(expected) // 2
     expected = expected[middle - reach : middle + reach + 1] * count
-    found = np.bincount(drawn[np.abs(drawn) <= reach] + reach, minlength=2 * reach + 1)
+    counts = np.bincount(drawn[np.abs(drawn) <= reach] + reach, minlength=2 * reach + 1)
     rest = count - expected.sum()
-    found, expected = np.append(found, count - found.sum()), np.append(expected, rest)
-    assert stats.chisquare(found, expected).pvalue > LUCK
+    counts, expected = np.append(counts, count - counts.sum()), np.append(expected, rest)
+    assert stats.chisquare(counts, expected).pvalue > LUCK
 
 
 def test_draws_are_independent_of_each_other():
@@ -171,26 +171,26 @@ def test_draws_are_discrete_gaussian(stddev):
     else:
         expected = np.diff(normal.cdf(edges - 0.5))
     expected = np.append(expected, 1 - expected.sum()) * count
-    found = np.histogram(drawn, bins=edges)[0].astype(float)
+    counts = np.histogram(drawn, bins=edges)[0].astype(float)
     last = np.count_nonzero(drawn == edges[-1])  # NumPy's last cell is closed
-    found[-1] -= last
-    found = np.append(found, count - found.sum())
-    assert stats.chisquare(found, expected).pvalue > LUCK
+    counts[-1] -= last
+    counts = np.append(counts, count - counts.sum())
+    assert stats.chisquare(counts, expected).pvalue > LUCK
 
 
 def convolved(shares, probabilities):
     """Return the distribution of the sum of so many draws, with 60 digits."""
     with mpmath.workdps(60):
-        found = probabilities
+        total = probabilities
         for _ in range(shares - 1):
-            found = [
+            total = [
                 mpmath.fsum(
-                    found[j] * probabilities[i - j]
-                    for j in range(max(0, i - len(probabilities) + 1), min(len(found), i + 1))
+                    total[j] * probabilities[i - j]
+                    for j in range(max(0, i - len(probabilities) + 1), min(len(total), i + 1))
                 )
-                for i in range(len(found) + len(probabilities) - 1)
+                for i in range(len(total) + len(probabilities) - 1)
             ]
-        return found
+        return total
 
 
 @pytest.mark.parametrize("stddev", [1.0, 1.2])
@@ -198,15 +198,15 @@ def convolved(shares, probabilities):
 def test_a_sum_of_shares_is_discrete_gaussian_within_steps_1_to_3(stddev, shares):
     """The standard deviations are so small that the bound is measurable."""
     reach = 14
-    found = convolved(shares, pmf(stddev, reach))
+    distribution = convolved(shares, pmf(stddev, reach))
     whole = pmf(math.sqrt(shares) * stddev, shares * reach)
     with mpmath.workdps(60):
         theta = [
             2.01 * mpmath.exp(-2 * mpmath.pi**2 * stddev**2 * k / (k + 1)) for k in range(1, shares)
         ]
         bound = sum(mpmath.log((1 + t) / (1 - t)) for t in theta)
-        middle = range(len(found) // 2 - 4, len(found) // 2 + 5)
-        worst = max(abs(mpmath.log(found[i] / whole[i])) for i in middle)
+        middle = range(len(distribution) // 2 - 4, len(distribution) // 2 + 5)
+        worst = max(abs(mpmath.log(distribution[i] / whole[i])) for i in middle)
     assert worst <= bound
     assert worst > bound / 1e4  # the difference that the bound bounds
 
@@ -266,8 +266,8 @@ def test_noise_is_added_to_whole_numbers_by_both_sources():
         assert seeded[name].shape == secure[name].shape == array.shape
         assert seeded[name].dtype == secure[name].dtype == np.int64
         np.testing.assert_array_equal(seeded[name], again[name])
-    for found in (seeded, secure):
-        noise = found["a"] - 7
+    for noised in (seeded, secure):
+        noise = noised["a"] - 7
         assert abs(noise.mean()) < 7 * 50 / math.sqrt(noise.size)
         assert noise.std() == pytest.approx(50, rel=7 / math.sqrt(2 * noise.size))
     assert (secure["a"] != SecureNoise().add_discrete_gaussian(cells, 50.0)["a"]).mean() > 0.9

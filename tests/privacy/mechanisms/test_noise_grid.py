@@ -109,9 +109,9 @@ def test_moving_a_value_by_grid_multiples_moves_the_release_by_exactly_these(ste
     grid = noise_grid(1.0)
     values = np.rint(values * 2.0**30) / 2.0**30 * 2.0**-20  # room for the steps in their bits
     values = np.rint(values / grid * 16) * grid / 16
-    here = SeededNoise(4).add_gaussian({"a": values}, 1.0)["a"]
-    there = SeededNoise(4).add_gaussian({"a": values + steps * grid}, 1.0)["a"]
-    np.testing.assert_array_equal(there - here, steps * grid)
+    released = SeededNoise(4).add_gaussian({"a": values}, 1.0)["a"]
+    moved_release = SeededNoise(4).add_gaussian({"a": values + steps * grid}, 1.0)["a"]
+    np.testing.assert_array_equal(moved_release - released, steps * grid)
 
 
 def test_no_noise_is_no_rounding_either():

@@ -52,8 +52,8 @@ def test_rounding_moves_numbers_by_half_a_cell_and_clipping_norms_by_few(clippin
         assert np.abs(moved[name] - array).max() <= cell / 2
     large = update_of(5.0)
     expected = {name: array * clipping_norm / 5 for name, array in large.items()}
-    found = out_of_cells(in_cells(large, clipping_norm, cell).value, cell, large)
-    difference = {name: found[name] - expected[name] for name in expected}
+    rounded = out_of_cells(in_cells(large, clipping_norm, cell).value, cell, large)
+    difference = {name: rounded[name] - expected[name] for name in expected}
     assert l2_norm(difference) <= cell * (math.sqrt(3_001) / 2 + 10)
 
 
@@ -134,9 +134,9 @@ def test_a_sum_equals_that_of_its_rows_bit_for_bit(library, together, monkeypatc
     parts = parts_of(rows, 1.0, cell_of(1.0), weights)
     for order in (range(len(NORMS)), rng.permutation(len(NORMS)), [3, 3, 1]):
         own = {name: library(array[list(order)]) for name, array in rows.items()}
-        found = sum_rows_in_cells(own, 1.0, cell_of(1.0), weights[list(order)])
-        assert found.count == len(order)
-        for name, array in found.value.items():
+        total = sum_rows_in_cells(own, 1.0, cell_of(1.0), weights[list(order)])
+        assert total.count == len(order)
+        for name, array in total.value.items():
             np.testing.assert_array_equal(array, sum(parts[k][name] for k in order))
 
 

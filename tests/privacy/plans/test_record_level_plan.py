@@ -43,23 +43,23 @@ def plan(**changes):
 
 
 def epsilons(the_plan, rounds=80):
-    found = the_plan.guarantees(run_summary(rounds=rounds))
-    return {guarantee.basis: guarantee.epsilon for guarantee in found}
+    guarantees = the_plan.guarantees(run_summary(rounds=rounds))
+    return {guarantee.basis: guarantee.epsilon for guarantee in guarantees}
 
 
 def test_the_published_target_is_met_with_its_worst_case_beside_it():
-    found = RecordLevelPlan.for_target(**TARGET, basis="published")
-    assert found.noise_stddev == pytest.approx(0.00809, rel=1e-3)
-    assert epsilons(found)["published"] == pytest.approx(10.0)
-    assert epsilons(found)["provable"] > 1e8
+    calibrated = RecordLevelPlan.for_target(**TARGET, basis="published")
+    assert calibrated.noise_stddev == pytest.approx(0.00809, rel=1e-3)
+    assert epsilons(calibrated)["published"] == pytest.approx(10.0)
+    assert epsilons(calibrated)["provable"] > 1e8
 
 
 @pytest.mark.parametrize("steps", [None, ONE_STEP, STEPS])
 def test_the_provable_target_is_met_and_not_with_less_noise(steps):
-    found = RecordLevelPlan.for_target(**TARGET, steps=steps)
-    assert epsilons(found)["provable"] == pytest.approx(10.0, rel=1e-4)
-    less = dataclasses.replace(found, noise_stddev=found.noise_stddev / 1.5)
-    more = dataclasses.replace(found, noise_stddev=found.noise_stddev * 1.5)
+    calibrated = RecordLevelPlan.for_target(**TARGET, steps=steps)
+    assert epsilons(calibrated)["provable"] == pytest.approx(10.0, rel=1e-4)
+    less = dataclasses.replace(calibrated, noise_stddev=calibrated.noise_stddev / 1.5)
+    more = dataclasses.replace(calibrated, noise_stddev=calibrated.noise_stddev * 1.5)
     assert epsilons(less)["provable"] > 10.5
     assert epsilons(more)["provable"] < 9.5
 

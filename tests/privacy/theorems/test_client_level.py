@@ -111,8 +111,8 @@ def test_seeded_cohorts_are_named_as_simulation_where_their_secrecy_counts():
 def test_fixed_cohort_sizes_assume_that_memory_does_not_reveal_the_draw(sampling, memory, assumed):
     seen = worst_case(60, 10)
     for view, guarantee in by_view(mechanism(sampling), seen, memory=memory).items():
-        found = any("does not reveal who was drawn" in text for text in guarantee.assumptions)
-        assert found == (assumed and view is AdversaryView.RELEASED_MODELS)
+        is_assumed = any("does not reveal who was drawn" in text for text in guarantee.assumptions)
+        assert is_assumed == (assumed and view is AdversaryView.RELEASED_MODELS)
 
 
 @pytest.mark.parametrize(

@@ -70,14 +70,14 @@ def hessian(loss, w, x, y, mu):
 
 
 def minimiser(loss, x, y, mu, anchor):
-    found = optimize.root(
+    solution = optimize.root(
         lambda w: gradient(loss, w, x, y, mu, anchor),
         anchor,
         jac=lambda w: hessian(loss, w, x, y, mu),
         tol=1e-13,
     ).x
-    assert np.linalg.norm(gradient(loss, found, x, y, mu, anchor)) < 1e-10
-    return found
+    assert np.linalg.norm(gradient(loss, solution, x, y, mu, anchor)) < 1e-10
+    return solution
 
 
 OUTPUTS = [
@@ -170,8 +170,8 @@ def torch_minimiser(x, y, mu, anchor) -> np.ndarray:
         return mean + mu / 2 * (params["w"] - torch.from_numpy(anchor)).square().sum()
 
     examples = Examples(features=torch.from_numpy(x), targets=torch.from_numpy(y))
-    found = newton(loss, {"w": torch.from_numpy(anchor)}, examples, tolerance=1e-12)
-    return found["w"].numpy()
+    solution = newton(loss, {"w": torch.from_numpy(anchor)}, examples, tolerance=1e-12)
+    return solution["w"].numpy()
 
 
 def majority(positive: int, negative: int):
@@ -193,8 +193,10 @@ def test_one_record_moves_a_clipped_model_by_two_tau_undivided():
         torch_minimiser(*majority(positive, size - positive), mu, np.zeros(1))
         for positive in (51, 50)
     ]
-    here, there = (clip({"w": model}, perturbation.clipping_norm).value["w"] for model in models)
-    moved = float(np.linalg.norm(here - there))
+    model_with, model_without = (
+        clip({"w": model}, perturbation.clipping_norm).value["w"] for model in models
+    )
+    moved = float(np.linalg.norm(model_with - model_without))
     claimed = perturbation.clipping_norm / size
     assert moved == pytest.approx(2 * perturbation.clipping_norm, rel=1e-6)
     assert moved > 100 * (2 * claimed)  # replace-one would allow the theorem twice its τ/|D|
@@ -380,8 +382,11 @@ def test_densities_of_released_minimisers_differ_at_most_as_theorem_6_3_allows(
     )
     anchor = np.full(points.shape[1], 0.3)
     largest = 0.0
-    for here, there in problems(label):
-        densities = [log_density(loss, points, data, rate, mu, anchor) for data in (here, there)]
+    for minimiser_with, minimiser_without in problems(label):
+        densities = [
+            log_density(loss, points, data, rate, mu, anchor)
+            for data in (minimiser_with, minimiser_without)
+        ]
         largest = max(largest, float(np.abs(densities[0] - densities[1]).max()))
     assert largest <= epsilon
     assert largest >= tight * epsilon
@@ -394,7 +399,7 @@ def test_the_minimiser_that_a_client_finds_has_the_density_of_the_proof():
     x, y = np.array([[1.0], [0.5], [-1.0]]), np.array([1.0, -1.0, -1.0])
     noise, perturbation = SeededNoise(8), ObjectivePerturbation(rate=rate)
     examples = Examples(features=torch.from_numpy(x), targets=torch.from_numpy(y))
-    found = []
+    minimisers = []
     for _ in range(draws):
         n = torch.from_numpy(perturbation.direction({"w": np.zeros(1)}, noise)["w"])
 
@@ -404,15 +409,17 @@ def test_the_minimiser_that_a_client_finds_has_the_density_of_the_proof():
             return data + mu / 2 * (w - anchor).square().sum() + (n * w).sum()
 
         start = {"w": torch.zeros(1, dtype=torch.float64)}
-        found.append(float(newton(loss, start, examples, tolerance=1e-11)["w"]))
+        minimisers.append(float(newton(loss, start, examples, tolerance=1e-11)["w"]))
 
     def chance(points, rate):
         slopes = [gradient(Logistic, np.array([w]), x, y, mu, np.array([anchor])) for w in points]
         return stats.laplace.sf(-np.array(slopes).ravel(), scale=1 / rate)
 
-    assert stats.kstest(found, lambda points: chance(points, rate)).pvalue > 1e-3
+    assert stats.kstest(minimisers, lambda points: chance(points, rate)).pvalue > 1e-3
     for wrong in (1 / 3, 3.0):
-        assert stats.kstest(found, lambda points, r=wrong * rate: chance(points, r)).pvalue < 1e-3
+        assert (
+            stats.kstest(minimisers, lambda points, r=wrong * rate: chance(points, r)).pvalue < 1e-3
+        )
 
 
 PRECONDITIONS = [
@@ -438,11 +445,11 @@ def test_all_unmet_preconditions_are_named_at_once_and_met_ones_are_not():
     objective = replace(KNOWN, generalised_linear=False, feature_norm_bound=3.0)
     with pytest.raises(PreconditionFailed) as caught:
         upcycled_theorem_6_3(OBJECTIVE, objective, num_examples=2, participations=1)
-    said = str(caught.value)
+    message = str(caught.value)
     for unmet in ("Theorem 6.3", "generalised linear", "at most 3", "u₂ ≤ 0.5 |D_i| μ (0.25"):
-        assert unmet in said
-    assert "convex" not in said
-    assert "curvature is bounded" not in said
+        assert unmet in message
+    assert "convex" not in message
+    assert "curvature is bounded" not in message
 
 
 @pytest.mark.parametrize(("curvature", "mu"), [(0.25, 0.1), (0.25, 0.07), (1.0, 2.0), (1.0, 30.0)])

@@ -13,13 +13,13 @@ MODULUS = mpz(2) ** 127 - 1
 
 
 def plain(bases, exponents, modulus=MODULUS):
-    found = []
+    products = []
     for column in exponents.T:
         product = mpz(1)
         for base, exponent in zip(bases, column, strict=True):
             product = product * powmod(base, int(exponent), modulus) % modulus
-        found.append(product)
-    return found
+        products.append(product)
+    return products
 
 
 @settings(max_examples=60, deadline=None)

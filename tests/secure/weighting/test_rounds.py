@@ -136,11 +136,11 @@ def test_unfit_values_are_refused_before_the_round_is_used(rng, change, match):
     world = World(weighting_settings(), np.ones((3, 4), dtype=int))
     message = world.begin(1)
     updates, noise = world.draw(rng)
-    own, own_noise = world.own(0, updates), noise[0].copy()
-    own = {user: values.copy() for user, values in own.items()}
-    change(own, own_noise)
+    updates_of_silo, own_noise = world.own(0, updates), noise[0].copy()
+    updates_of_silo = {user: values.copy() for user, values in updates_of_silo.items()}
+    change(updates_of_silo, own_noise)
     with pytest.raises(ValueError, match=match):
-        weigh(world.silos[0], message, own, own_noise)
+        weigh(world.silos[0], message, updates_of_silo, own_noise)
     assert close(world.server, world.weigh(message, updates, noise)) == pytest.approx(
         world.plain(updates, noise), abs=1e-10
     )
@@ -321,14 +321,14 @@ def test_a_server_refuses_malformed_answers():
         dialogue, answers = server.set_up(), None
         while True:
             try:
-                asked = dialogue.send(answers)
+                questions = dialogue.send(answers)
             except StopIteration:
                 return
             answers = {
-                at: silos[at].answer(asked.name, question, ONES)
-                for at, question in asked.questions.items()
+                at: silos[at].answer(questions.name, question, ONES)
+                for at, question in questions.questions.items()
             }
-            if asked.name == step:
+            if questions.name == step:
                 forge(answers)
 
     size = settings.count_bytes

@@ -204,6 +204,8 @@ def test_every_number_of_drawn_rounds_is_fresh(rng):
                 message.ciphertexts[at : at + size]
                 for at in range(0, len(message.ciphertexts), size)
             ]
-    pieces += [offer for name, asked in world.asked if name == "draw" for offer in asked.values()]
+    pieces += [
+        offer for name, questions in world.asked if name == "draw" for offer in questions.values()
+    ]
     assert len(pieces) == 3 * (15 + 3 * world.settings.ciphertexts + 1)
     assert len(set(pieces)) == len(pieces)

@@ -67,9 +67,9 @@ def test_no_count_blind_or_weight_is_sent_in_the_clear(transcript):
     secret = {mpz(int(x)) for x in np.unique([*world.counts.ravel(), *totals])}
     for user, blind in enumerate(silo._blinds):
         secret |= {blind, invert(blind, n)}
-        for own in world.counts[:, user]:
-            weight = int(own) * facts.common_multiple // int(totals[user])
-            secret |= {mpz(weight), -mpz(weight) % n, blind * int(own) % n}
+        for count in world.counts[:, user]:
+            weight = int(count) * facts.common_multiple // int(totals[user])
+            secret |= {mpz(weight), -mpz(weight) % n, blind * int(count) % n}
     received = []
     for counts in world.answers("count"):
         received += numbers(counts, facts.count_bytes)
@@ -93,12 +93,12 @@ def test_no_single_silos_sum_can_be_decrypted(transcript):
     facts, public = world.settings, key().public
     for message in of_kind(world, PaillierSum):
         ciphertexts = numbers(message.ciphertexts, facts.ciphertext_bytes)
-        own = noise[message.silo].copy()
+        silo_noise = noise[message.silo].copy()
         for user in np.flatnonzero(world.counts[message.silo]):
             weight = world.counts[message.silo, user] / world.counts[:, user].sum()
-            own += weight * updates[message.silo, user]
+            silo_noise += weight * updates[message.silo, user]
         encoded = facts.packing.pack(
-            [int(x) * facts.common_multiple for x in np.rint(own / facts.step)]
+            [int(x) * facts.common_multiple for x in np.rint(silo_noise / facts.step)]
         )
         for plaintext, expected in zip(key().decrypt(ciphertexts), encoded, strict=True):
             distance = abs(plaintext - expected % public.n)
