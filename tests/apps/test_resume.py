@@ -44,12 +44,12 @@ def trial(app, folder, **settings):
 
 
 @pytest.mark.parametrize(
-    ("app", "own"),
+    ("app", "app_options"),
     grid(RUNS, lambda run: run[1]["method"] == DAILY),
-    ids=[own["method"] for _, own in RUNS],
+    ids=[app_options["method"] for _, app_options in RUNS],
 )
-def test_a_seeded_run_killed_twice_ends_as_if_uninterrupted(tmp_path, app, own):
-    whole = trial(app, tmp_path / "whole", **{**own, "rounds": 4})
+def test_a_seeded_run_killed_twice_ends_as_if_uninterrupted(tmp_path, app, app_options):
+    whole = trial(app, tmp_path / "whole", **{**app_options, "rounds": 4})
     whole.finish()
     parts = replace(whole, folder=tmp_path / "parts")
     assert kill(parts.start(), changed(parts.folder, "metrics.jsonl", 1))

@@ -127,9 +127,9 @@ def test_the_exported_shared_model_is_the_runs_with_its_guarantees(finished, tmp
     run = finished(DP2_FEDSAM)
     file = tmp_path / "shared.safetensors"
     assert call(run.path, "--output", file).exit_code == 0  # works without an app
-    saved, own = load_file(run.path / "model.safetensors"), load_file(file)
-    assert set(own) == set(saved)
-    assert all(torch.equal(own[name], value) for name, value in saved.items())
+    saved, exported_model = load_file(run.path / "model.safetensors"), load_file(file)
+    assert set(exported_model) == set(saved)
+    assert all(torch.equal(exported_model[name], value) for name, value in saved.items())
     beside = json.loads((tmp_path / "shared.guarantee.json").read_text())
     assert beside["for"] == "everyone who may have the run's models"
     assert beside["parameters"]["personal"] == []

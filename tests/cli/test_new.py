@@ -54,9 +54,9 @@ def test_the_copy_has_the_users_name_and_the_settings_of_the_app(template, tmp_p
     assert done.exit_code == 0, done.output
     ours, theirs = project(template), project(made)
     assert theirs["project"] == {**ours["project"], "name": "my-app"}
-    own, former = theirs["tool"]["flwr"]["app"], ours["tool"]["flwr"]["app"]
-    assert own["config"] == former["config"]
-    assert own["components"] == {
+    app_table, former = theirs["tool"]["flwr"]["app"], ours["tool"]["flwr"]["app"]
+    assert app_table["config"] == former["config"]
+    assert app_table["components"] == {
         "serverapp": "my_app.server_app:app",
         "clientapp": "my_app.client_app:app",
     }

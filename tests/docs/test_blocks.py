@@ -77,10 +77,10 @@ def of(*beginnings: str) -> list[tuple[Block, list[str]]]:
 
 
 def test_every_command_on_a_page_exists_with_its_options():
-    found = of("flower-ext")
+    known_commands = of("flower-ext")
     modules = cli.command_modules()
-    assert len(found) > 40
-    for block, (_, name, *words) in found:
+    assert len(known_commands) > 40
+    for block, (_, name, *words) in known_commands:
         assert name in modules, block.name
         command = cli.load_command(name, modules[name])
         if steps := getattr(command, "commands", None):

@@ -230,26 +230,26 @@ def reserved(run: Path) -> Counter[Release]:
 
 def short_of(trial: Trial, *, ended: bool) -> list[str]:
     """Return the gaps between the accounts and the witness; for a finished run, in all accounts."""
-    released, found = trial.released(), []
+    released, shortfalls = trial.released(), []
     spent = reserved(trial.run)
     numbers = [number for number, _ in released]
     if sum(spent.values()) < len(set(numbers)):
-        found.append(f"ledger: {sum(spent.values())} of {len(set(numbers))} releases")
+        shortfalls.append(f"ledger: {sum(spent.values())} of {len(set(numbers))} releases")
     if not ended:
-        return found
+        return shortfalls
     if len(set(numbers)) < len(numbers):
-        found.append("a training number was used twice")
+        shortfalls.append("a training number was used twice")
     last = max((trial.run / "checkpoints").glob("*.checkpoint"), key=lambda f: int(f.stem))
     counted = Participations.from_dict(deserialised(last.read_bytes()).values["participations"])
     truth = Counter(client for _, clients in released for client in clients)
-    found += [f"client {c}" for c, times in truth.items() if counted.uploads[c] < times]
+    shortfalls += [f"client {c}" for c, times in truth.items() if counted.uploads[c] < times]
     (release,) = spent
     for claim in RunDirectory(trial.run).guarantees():
         if claim.basis == "provable" and claim.view is AdversaryView.RELEASED_MODELS:
             true = privacy_loss_of({release: len(released)}, delta=claim.delta).epsilon
             if claim.epsilon < true * (1 - 1e-9):
-                found.append(f"guarantee: ε = {claim.epsilon:.4g}, {true:.4g} was spent")
-    return found
+                shortfalls.append(f"guarantee: ε = {claim.epsilon:.4g}, {true:.4g} was spent")
+    return shortfalls
 
 
 @dataclass

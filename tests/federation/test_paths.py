@@ -358,8 +358,8 @@ def scores(size):
     plan = release_plan(noise_multiplier=1.0, queries=(shown,), **SECURE)
 
     def data(client):
-        told = 0.5 + 0.5 * size * (client == LAST)
-        examples = Examples(torch.zeros(1, 16), torch.tensor([told]))
+        score = 0.5 + 0.5 * size * (client == LAST)
+        examples = Examples(torch.zeros(1, 16), torch.tensor([score]))
         return ClientData(train=examples, test=examples)
 
     task = Task(
@@ -372,9 +372,9 @@ def scores(size):
     strategy = FederatedStrategy(DPFedAvg(local=ONE_STEP), plan, evaluate_every=1)
     grid = InProcessGrid(DPFedAvg.client_app(task), CLIENTS)
     initial = ArrayRecord({"weight": torch.zeros(1, 16)})
-    told = strategy.start(grid, initial, num_rounds=1).evaluate_metrics_clientapp[1]
-    assert told["scored_clients"] == pytest.approx(CLIENTS, abs=8 * NOISE * shown.norm)
-    return {"score": 2 * told["scored_clients"] * (told["accuracy_mean"] - 0.5)}
+    score = strategy.start(grid, initial, num_rounds=1).evaluate_metrics_clientapp[1]
+    assert score["scored_clients"] == pytest.approx(CLIENTS, abs=8 * NOISE * shown.norm)
+    return {"score": 2 * score["scored_clients"] * (score["accuracy_mean"] - 0.5)}
 
 
 ADDED, CLIPPED = (RunningSum, "add"), (bounds.ClippedSum, "add")

@@ -196,8 +196,8 @@ def test_a_protection_that_lacks_a_part_is_refused(left_out):
 
 def test_objective_perturbation_may_need_no_number_of_examples():
     settled = replace(KNOWN, proximal_weight=MU, distance_to_minimiser=1e-9)
-    asked = facts_of(plan(OBJECTIVE, objective=settled))
-    facts = {**asked, "number": 1, "seed": 0}
+    settled_facts = facts_of(plan(OBJECTIVE, objective=settled))
+    facts = {**settled_facts, "number": 1, "seed": 0}
     check_entries({**facts, "least-examples": 0})
     with pytest.raises(ValueError, match="least-examples=-1"):
         check_entries({**facts, "least-examples": -1})

@@ -248,13 +248,13 @@ def test_a_budget_ends_the_run_and_another_start_does_not_spend_more(tmp_path):
 
 
 def test_a_strategy_is_recorded_once(tmp_path):
-    own = RunWriter.create(tmp_path / "own", config={})
+    another_directory = RunWriter.create(tmp_path / "own", config={})
     grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=CLIENTS)
     initial = ArrayRecord(task().initial_params(0))
     with pytest.raises(InvalidValue, match="already writes to this directory"):
-        recorded(FederatedStrategy(DPFedAvg(), plan(), directory=own), tmp_path / "run").start(
-            grid, initial
-        )
+        recorded(
+            FederatedStrategy(DPFedAvg(), plan(), directory=another_directory), tmp_path / "run"
+        ).start(grid, initial)
     strategy = FederatedStrategy(DPFedAvg(), plan(), timeout=5.0)
     strategy.start(grid, initial, num_rounds=1)
     with pytest.raises(InvalidValue, match="has not run yet; create a new one"):

@@ -19,9 +19,9 @@ def stepwise_precision(scores, targets):
     area, recall = 0.0, 0.0
     for threshold in sorted(set(scores.tolist()), reverse=True):
         chosen = targets[scores >= threshold]
-        now = float(chosen.sum() / targets.sum())
-        area += (now - recall) * float(chosen.double().mean())
-        recall = now
+        current_recall = float(chosen.sum() / targets.sum())
+        area += (current_recall - recall) * float(chosen.double().mean())
+        recall = current_recall
     return area
 
 

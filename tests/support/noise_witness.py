@@ -250,19 +250,19 @@ def _broken_correlation(trial: Trial, drawn: list[dict[str, Any]], by_place: Any
     """Check C y = z over the noise that was released, and the last drawn where nothing was."""
     last = {entry["place"]: entry for entry in drawn}
     matrix = trial.plan.mechanism().strategy
-    column, found = matrix.coefficients(len(last) + 1), []
+    column, breaks = matrix.coefficients(len(last) + 1), []
     noise = {
         place: np.asarray(next(iter(by_place[place]))[0] if place in by_place else entry["noise"])
         for place, entry in last.items()
     }
     if sorted(noise) != [*range(1, len(noise) + 1)]:
-        found.append(f"places {sorted(noise)}")
-        return found
+        breaks.append(f"places {sorted(noise)}")
+        return breaks
     for place, entry in last.items():
         fresh = sum(column[j] * noise[place - j] for j in range(place))
         if not np.allclose(fresh, entry["fresh"], rtol=0, atol=1e-12):
-            found.append(f"the noise of place {place} does not go on with that before it")
-    return found
+            breaks.append(f"the noise of place {place} does not go on with that before it")
+    return breaks
 
 
 @dataclass

@@ -373,14 +373,14 @@ def silent_noise(clients: int):
 
 def pair_masks_left_out(patch, experiment: Experiment) -> Experiment:
     """Clients of a secure sum add their own mask alone: the sum is right all the same."""
-    own = []
+    silo_masks = []
 
     def self_mask_key(*facts):
-        own.append(mask_streams.self_mask_key(*facts))
-        return own[-1]
+        silo_masks.append(mask_streams.self_mask_key(*facts))
+        return silo_masks[-1]
 
     def apply_mask(key, values, *, subtract=False):
-        if key in own:
+        if key in silo_masks:
             mask_streams.apply_mask(key, values, subtract=subtract)
 
     patch.setattr(member, "self_mask_key", self_mask_key)

@@ -54,7 +54,7 @@ def test_training_matches_torchs_optimizer_alone_and_among_others(name):
             cross_entropy(plain(x), y).backward()
             optimizer.step()
         expected.append(plain.state_dict())
-    found = train_one(
+    trained = train_one(
         loop_task, start, examples(0), training, generator=torch.Generator().manual_seed(0)
     )
     jobs = [
@@ -67,7 +67,7 @@ def test_training_matches_torchs_optimizer_alone_and_among_others(name):
         for seed in range(3)
     ]
     for one, other in zip(
-        [found, *train_many(loop_task, jobs)], expected[:1] + expected, strict=True
+        [trained, *train_many(loop_task, jobs)], expected[:1] + expected, strict=True
     ):
         for key, value in other.items():
             torch.testing.assert_close(one[key], value, atol=1e-6, rtol=1e-5)

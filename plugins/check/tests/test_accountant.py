@@ -91,8 +91,8 @@ def test_two_neighbours_refute_flowers_accountant_for_sampled_replacement():
     seen = np.linspace(-60.0, 60.0, 1_000_001)
 
     def density(sent):
-        own, nothing = (np.exp(-((seen - at) ** 2) / (2 * noise**2)) for at in (sent, 0.0))
-        return (rate * own + (1 - rate) * nothing) / (noise * math.sqrt(2 * math.pi))
+        own_density, nothing = (np.exp(-((seen - at) ** 2) / (2 * noise**2)) for at in (sent, 0.0))
+        return (rate * own_density + (1 - rate) * nothing) / (noise * math.sqrt(2 * math.pi))
 
     gap = density(1.0) - math.exp(0.171) * density(-1.0)
     assert np.maximum(gap, 0).sum() * (seen[1] - seen[0]) > DELTA  # so that ε > 0.171

@@ -72,8 +72,8 @@ def counting() -> CohortApp:
         partition = context.node_config["partition-id"]
         if partition == message.content.config_records["ask"]["fails"]:
             raise RuntimeError("told to fail")
-        own = ConfigRecord({"partition": partition, "seen": seen, **context.node_config})
-        return Message(RecordDict({"own": own}), reply_to=message)
+        node_facts = ConfigRecord({"partition": partition, "seen": seen, **context.node_config})
+        return Message(RecordDict({"own": node_facts}), reply_to=message)
 
     return app
 

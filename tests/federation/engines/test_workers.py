@@ -90,8 +90,8 @@ def test_clients_without_a_state_are_divided_evenly_and_the_others_stay():
     grid = InProcessGrid(app, num_clients=12, workers=3)
     nodes = list(grid.get_node_ids())
 
-    def processes(asked, **how):
-        answer = [reply.content.config_records["a"] for reply in ask(grid, asked, **how)]
+    def processes(nodes_asked, **how):
+        answer = [reply.content.config_records["a"] for reply in ask(grid, nodes_asked, **how)]
         assert [one["process"] for one in answer] == [one["kept"] for one in answer]
         return [one["process"] for one in answer]
 

@@ -197,11 +197,11 @@ def test_the_server_adds_the_noise_shares_of_clients_that_dropped_out():
 @pytest.mark.parametrize("dropouts", [0.0, 0.5, 0.75])
 def test_whatever_a_plan_accepts_its_clients_and_its_server_can_add(stddevs, dropouts):
     sums = SecureSum(colluding=0.0, dropouts=dropouts, resist_equivocation=False)
-    own = sums_of(noise_multiplier=stddevs, noise_placement=sums)
+    mechanism = sums_of(noise_multiplier=stddevs, noise_placement=sums)
     update = {"a": np.ones(3)}
-    cells = own.client_protection(own.num_members).released(update, SecureNoise())
-    least = own.masked.parameters.least_answers
-    released = released_sum(own, cells, answered=least, like=update)
+    cells = mechanism.client_protection(mechanism.num_members).released(update, SecureNoise())
+    least = mechanism.masked.parameters.least_answers
+    released = released_sum(mechanism, cells, answered=least, like=update)
     assert np.isfinite(released.value["a"]).all()
 
 

@@ -133,8 +133,8 @@ def test_a_sum_equals_that_of_its_rows_bit_for_bit(library, together, monkeypatc
     rows = rows_of(NORMS)
     parts = parts_of(rows, 1.0, cell_of(1.0), weights)
     for order in (range(len(NORMS)), rng.permutation(len(NORMS)), [3, 3, 1]):
-        own = {name: library(array[list(order)]) for name, array in rows.items()}
-        total = sum_rows_in_cells(own, 1.0, cell_of(1.0), weights[list(order)])
+        ordered_rows = {name: library(array[list(order)]) for name, array in rows.items()}
+        total = sum_rows_in_cells(ordered_rows, 1.0, cell_of(1.0), weights[list(order)])
         assert total.count == len(order)
         for name, array in total.value.items():
             np.testing.assert_array_equal(array, sum(parts[k][name] for k in order))

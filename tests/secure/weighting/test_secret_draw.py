@@ -153,14 +153,14 @@ def test_weights_sealed_for_another_answer_are_refused_before_using_the_round(rn
     updates, noise = world.draw(rng)
     message = drawn(world, 1)
     again = dataclasses.replace(message, offer=Sender(b"test").public)
-    for wrong, said in (
+    for wrong, expected in (
         (again, "sealed texts"),
         (dataclasses.replace(message, weights=message.weights[:-1]), "cut off"),
         (dataclasses.replace(message, weights=bytes(len(message.weights))), "sealed texts"),
         (dataclasses.replace(message, offer=bytes(32)), "offer: expected points"),
         (dataclasses.replace(message, round_number=2), "sealed texts"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=expected):
             weigh(world.silos[1], wrong, world.own(1, updates), noise[1])
     assert np.isfinite(close(world.server, world.weigh(message, updates, noise))).all()
 

@@ -210,11 +210,11 @@ def guess_is_confirmed(world, message, sums, guess) -> list[bool]:
             base = powmod(made[place], factor, n)
             for at, encoded in enumerate(facts.encoding.encode(guess[silo, user])):
                 predicted[at] = predicted[at] * powmod(base, int(encoded), n) % n
-    found = [mpz(1)] * facts.coordinates
+    products = [mpz(1)] * facts.coordinates
     for sent in sums:
         for at, x in enumerate(numbers(sent.ciphertexts, size)):
-            found[at] = found[at] * x % private.public.n_squared
-    return [root(private, x) == expected for x, expected in zip(found, predicted, strict=True)]
+            products[at] = products[at] * x % private.public.n_squared
+    return [root(private, x) == expected for x, expected in zip(products, predicted, strict=True)]
 
 
 def decrypted(world, number: int) -> list[mpz]:

@@ -103,8 +103,8 @@ def test_an_odd_record_moves_no_other_in_a_model_that_scales_all(which, odd):
     beside = x.clone()
     beside[0] = odd
     gradient = ClippedGradient(loop_task, [*params], clipping_norm=0.1)
-    usual, found = (gradient(params, features, y) for features in (x, beside))
-    moved = sum(float((found[name] - usual[name]).square().sum()) for name in params) ** 0.5
+    usual, changed = (gradient(params, features, y) for features in (x, beside))
+    moved = sum(float((changed[name] - usual[name]).square().sum()) for name in params) ** 0.5
     assert gradient.way != "in one pass"
     assert moved <= 0.2  # one gradient was removed, and another one added
 

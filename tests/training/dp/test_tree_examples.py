@@ -232,8 +232,10 @@ def test_targets_of_several_tensors_go_with_features_of_one():
         def scaled(outputs, targets, share=share):
             return cross_entropy(outputs, targets) * share
 
-        own = by_loop(problem(PACKED.model, scaled), params, data.subset([row]), 0.3, list(params))
-        for name, part in own.items():
+        expected_gradient = by_loop(
+            problem(PACKED.model, scaled), params, data.subset([row]), 0.3, list(params)
+        )
+        for name, part in expected_gradient.items():
             summed[name] += part
     for name in params:
         torch.testing.assert_close(ours[name], summed[name], rtol=1e-4, atol=1e-4)

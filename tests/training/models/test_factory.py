@@ -99,10 +99,10 @@ def job(params, seed: int) -> Job:
     )
 
 
-def assert_same(found, expected):
-    assert set(found) == set(expected)
+def assert_same(ours, expected):
+    assert set(ours) == set(expected)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours[name], value, atol=1e-5, rtol=1e-5)
 
 
 def test_only_what_trains_travels():
@@ -125,10 +125,10 @@ def test_training_with_frozen_parts_matches_torch_alone_and_in_a_batch():
         loop_task, params, examples(0), SGD, generator=torch.Generator().manual_seed(0)
     )
     assert_same(alone, expected[0])
-    for found, one in zip(
+    for trained, one in zip(
         train_many(loop_task, [job(params, s) for s in range(6)]), expected, strict=True
     ):
-        assert_same(found, one)
+        assert_same(trained, one)
 
 
 def test_frozen_parameters_never_change_and_every_model_shares_them():
@@ -153,7 +153,7 @@ def test_the_norm_of_an_examples_gradient_is_that_of_what_trains():
     loop_task = task(Backbone)
     params, data = loop_task.initial_params(0), examples(5)
     clipped = ClippedGradient(loop_task, [*params], clipping_norm=0.05)
-    found = clipped(params, data.features, data.targets)
+    gradient_found = clipped(params, data.features, data.targets)
     model = loop_task.model().eval()
     expected = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in params.items()}
     for x, y in zip(data.features, data.targets, strict=True):
@@ -164,7 +164,7 @@ def test_the_norm_of_an_examples_gradient_is_that_of_what_trains():
         for name, slope in zip(("head.weight", "head.bias"), slopes, strict=True):
             expected[name] += slope.double() * min(1.0, 0.05 / norm)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-3)
+        torch.testing.assert_close(gradient_found[name], value, atol=1e-6, rtol=1e-3)
 
 
 def test_dp_sgd_trains_above_frozen_statistics():
@@ -178,7 +178,7 @@ def test_dp_sgd_trains_above_frozen_statistics():
         noise_multiplier=1e-6,
     )
     params = loop_task.initial_params(0)
-    found = train_dp_sgd(
+    trained = train_dp_sgd(
         loop_task,
         params,
         examples(1),
@@ -186,8 +186,8 @@ def test_dp_sgd_trains_above_frozen_statistics():
         sampling=np.random.default_rng(0),
         noise=SeededNoise(0),
     )
-    assert set(found) == set(params)
-    assert not torch.equal(found["head.weight"], params["head.weight"])
+    assert set(trained) == set(params)
+    assert not torch.equal(trained["head.weight"], params["head.weight"])
 
 
 def test_statistics_of_frozen_layers_may_be_shared_and_others_may_not():
@@ -280,11 +280,11 @@ def test_tied_parameters_train_as_one_which_travels_once_and_unused_ones_stay():
     params = loop_task.initial_params(0)
     assert "out.weight" not in params
     expected = [plain_loop(loop_task.model().train(), params, examples(s), s) for s in range(6)]
-    found = train_one(
+    trained = train_one(
         loop_task, params, examples(0), SGD, generator=torch.Generator().manual_seed(0)
     )
-    assert_same(found, expected[0])
-    assert torch.equal(found["unused.weight"], params["unused.weight"])
+    assert_same(trained, expected[0])
+    assert torch.equal(trained["unused.weight"], params["unused.weight"])
     for one, other in zip(
         train_many(loop_task, [job(params, s) for s in range(6)]), expected, strict=True
     ):
@@ -295,10 +295,10 @@ def test_dp_sgd_counts_both_uses_of_a_tied_parameter():
     loop_task = task(Tied)
     params, data = loop_task.initial_params(0), examples(2)
     clipped = ClippedGradient(loop_task, [*params], clipping_norm=0.3)
-    found = clipped(params, data.features, data.targets)
+    trained = clipped(params, data.features, data.targets)
     expected = by_loop(loop_task, params, data, 0.3, [*params])
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-3)
+        torch.testing.assert_close(trained[name], value, atol=1e-6, rtol=1e-3)
 
 
 def test_a_frozen_base_is_loaded_once_and_once_for_initial_weights():
@@ -310,12 +310,12 @@ def test_a_frozen_base_is_loaded_once_and_once_for_initial_weights():
         return Backbone()
 
     for _ in range(3):
-        own = Task(model=load, data=lambda client: None)
-        first, again = own.initial_params(1), own.initial_params(1)
+        frozen_task = Task(model=load, data=lambda client: None)
+        first, again = frozen_task.initial_params(1), frozen_task.initial_params(1)
         again["head.weight"].zero_()
-        assert own.shapes["head.weight"] == (3, 6)
-        assert own.initial_params(1)["head.weight"].equal(first["head.weight"])
-        own.model()
+        assert frozen_task.shapes["head.weight"] == (3, 6)
+        assert frozen_task.initial_params(1)["head.weight"].equal(first["head.weight"])
+        frozen_task.model()
     assert len(loaded) == 2
 
 

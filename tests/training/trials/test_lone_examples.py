@@ -121,8 +121,8 @@ def test_a_model_that_learns_from_no_single_example_is_refused(build, count):
 @pytest.mark.parametrize("labels", ["years", "none", "beyond the classes"])
 def test_labels_that_do_not_begin_at_zero_are_refused_with_a_remedy(labels):
     """The trial reads no label, so the refusal is the same for all."""
-    own = {"years": 1990 + torch.arange(9) % 3, "none": torch.arange(0), "beyond the classes": 7}
-    targets = torch.as_tensor(own[labels]).expand(9 if labels != "none" else 0)
+    years = {"years": 1990 + torch.arange(9) % 3, "none": torch.arange(0), "beyond the classes": 7}
+    targets = torch.as_tensor(years[labels]).expand(9 if labels != "none" else 0)
     task = Task(
         model=Network,
         data=lambda client: None,
