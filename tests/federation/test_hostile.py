@@ -148,7 +148,9 @@ class Identities(InProcessGrid):
         return self.change([copied(r) for r in super().send_and_receive(messages)])
 
 
-def said(value):
+def naming_partition(value):
+    """Return a change after which client 0 names ``value`` as its partition."""
+
     def change(replies):
         replies[0].content["identity"] = ConfigRecord({"partition": value})
         return replies
@@ -156,12 +158,21 @@ def said(value):
     return change
 
 
-def nothing_said(replies):
+def naming_nothing(replies):
     replies[0].__dict__["_content"] = RecordDict()
     return replies
 
 
-@pytest.mark.parametrize("change", [said(True), said(-1), said("1"), said(1.0), nothing_said])
+@pytest.mark.parametrize(
+    "change",
+    [
+        naming_partition(True),
+        naming_partition(-1),
+        naming_partition("1"),
+        naming_partition(1.0),
+        naming_nothing,
+    ],
+)
 def test_a_node_that_does_not_say_its_partition_is_named(change):
     with pytest.raises(FederationNotReady, match="node 1000 says it holds partition"):
         Roster.connect(Identities(change), CLIENTS, timeout=1.0)

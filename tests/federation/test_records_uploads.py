@@ -35,7 +35,7 @@ MODEL = {name: value.numpy() for name, value in task().initial_params(0).items()
 METRICS = {"num-examples": 3.0, "update-norm": 0.5}
 
 
-def told(work):
+def named_update(work):
     """Send an update that the client's data name, whatever it is."""
     scale = work.data.train.features[0, 0]
     shapes = work.received.items()
@@ -47,7 +47,10 @@ class Told(Method):
     """Adds up what clients say."""
 
     client = ClientMethod(
-        name="told", local_update=told, local_model=lambda work: work.received, memory=Memory.NONE
+        name="named_update",
+        local_update=named_update,
+        local_model=lambda work: work.received,
+        memory=Memory.NONE,
     )
 
     @property

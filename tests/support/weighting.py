@@ -142,13 +142,13 @@ class World:
         noise = rng.uniform(-settings.noise_bound, settings.noise_bound, shape[::2])
         return updates, noise
 
-    def own(self, silo: int, updates: np.ndarray) -> dict[int, np.ndarray]:
+    def updates_of(self, silo: int, updates: np.ndarray) -> dict[int, np.ndarray]:
         """Return the updates of the users that have records in ``silo``."""
         return {user: updates[silo, user] for user in np.flatnonzero(self.counts[silo])}
 
     def weigh(self, message, updates, noise) -> list[PaillierSum]:
         return [
-            weigh(silo, message, self.own(i, updates), noise[i])
+            weigh(silo, message, self.updates_of(i, updates), noise[i])
             for i, silo in enumerate(self.silos)
         ]
 

@@ -74,7 +74,8 @@ class Watch:
         return total
 
 
-def asked(grid, number):
+def requests_to(grid, number):
+    """Return the requests of private weighting to one silo, without that for its histogram."""
     return [
         m
         for m in grid.sent

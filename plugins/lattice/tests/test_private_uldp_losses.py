@@ -25,8 +25,8 @@ from plugins.lattice.tests.private_runs import (
     NORM,
     SOME,
     Watch,
-    asked,
     lattice_of,
+    requests_to,
 )
 from tests.support import grids
 from tests.support.private_silos import (
@@ -125,7 +125,7 @@ def test_a_round_and_its_epoch_are_on_record_before_a_sum_leaves():
 )
 def test_a_silo_refuses_every_message_that_is_repeated(sampling):
     grid, _ = start(lattice_of(sampling=sampling, evaluate_every=0), Recorder, rounds=2)
-    again = asked(grid, 1)
+    again = requests_to(grid, 1)
     assert len(again) == 3 + 2
     before = vault(grid, 1).load()
     for message in again:
@@ -158,7 +158,7 @@ def test_silos_go_on_from_one_protocol_to_the_other():
 
 def test_a_silo_refuses_a_protocol_that_it_does_not_know():
     grid, _ = start(lattice_of(evaluate_every=0), Recorder, rounds=1)
-    message = asked(grid, 1)[0]
+    message = requests_to(grid, 1)[0]
     settings = json.dumps({"kind": "pigeons", "run": "another"}).encode()
     sent = {"begin": records.to_bytes_array(settings)}
     message.content[records.WEIGHTED_SUM] = records.to_record(sent)

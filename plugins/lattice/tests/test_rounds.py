@@ -126,7 +126,7 @@ def test_updates_may_be_added_a_few_users_at_a_time(shared):
     sums = []
     for at, silo in enumerate(world.silos):
         weighing = open_sum(silo, opening)
-        for user, update in world.own(at, updates).items():
+        for user, update in world.updates_of(at, updates).items():
             weighing.add({user: update})
         sums.append(LatticeSum.from_bytes(weighing.finish(noise[at]), world.settings))
         with pytest.raises(ProtocolError, match="call open_sum again"):
@@ -149,7 +149,7 @@ def test_updates_may_be_added_a_few_users_at_a_time(shared):
 def test_updates_that_break_the_bound_are_refused_and_nothing_leaves(shared, change, message):
     world, updates, noise, numbers = shared
     opening = world.begin(next(numbers))
-    broken = {user: update.copy() for user, update in world.own(0, updates).items()}
+    broken = {user: update.copy() for user, update in world.updates_of(0, updates).items()}
     change(broken)
     with pytest.raises(InvalidValue, match=message):
         weigh(world.silos[0], opening, broken, noise[0])
@@ -162,11 +162,11 @@ def test_a_user_without_an_update_counts_as_zero(shared):
     opening = world.begin(next(numbers))
     updates = updates.copy()
     updates[0, 2] = 0
-    others = {user: update for user, update in world.own(0, updates).items() if user != 2}
-    assert len(others) < len(world.own(0, updates))
+    others = {user: update for user, update in world.updates_of(0, updates).items() if user != 2}
+    assert len(others) < len(world.updates_of(0, updates))
     sums = [weigh(world.silos[0], opening, others, noise[0])]
     sums += [
-        weigh(silo, opening, world.own(at, updates), noise[at])
+        weigh(silo, opening, world.updates_of(at, updates), noise[at])
         for at, silo in enumerate(world.silos)
         if at
     ]
@@ -189,7 +189,7 @@ def test_noise_that_is_no_share_is_refused(shared, noise, message):
     world, updates, _, numbers = shared
     opening = world.begin(next(numbers))
     with pytest.raises(InvalidValue, match=message):
-        weigh(world.silos[0], opening, world.own(0, updates), noise)
+        weigh(world.silos[0], opening, world.updates_of(0, updates), noise)
 
 
 def test_noise_that_is_a_tenth_too_small_is_refused_for_many_coordinates(rng):
@@ -247,7 +247,7 @@ def test_two_weighings_of_one_round_cannot_both_finish(shared):
     opening = world.begin(next(numbers))
     first, second = (open_sum(world.silos[0], opening) for _ in range(2))
     for weighing in (first, second):
-        weighing.add(world.own(0, updates))
+        weighing.add(world.updates_of(0, updates))
     first.finish(noise[0])
     with pytest.raises(ProtocolError, match="expected a number above"):
         second.finish(noise[0])

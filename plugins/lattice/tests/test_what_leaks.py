@@ -400,7 +400,7 @@ def test_an_honest_silo_amplifies_nobody_and_an_active_one_can_amplify_itself(wo
     active._check_norms = lambda users, norms: None
     active.add({0: 100 * world.updates[0, 0]})
     sent = [LatticeSum.from_bytes(active.finish(world.noise[0]), world.settings)]
-    sent.append(weigh(world.silos[1], opening, world.own(1, world.updates), world.noise[1]))
+    sent.append(weigh(world.silos[1], opening, world.updates_of(1, world.updates), world.noise[1]))
     assert looks_uniform(opened(world, sent[1:]))  # what the honest silo sent stays hidden
     excess = close(world.server, sent) - world.plain(world.updates, world.noise)
     assert excess == pytest.approx(99 * 3 / 8 * world.updates[0, 0], abs=1e-5)

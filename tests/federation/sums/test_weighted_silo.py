@@ -122,7 +122,9 @@ def test_a_silo_with_an_unusual_update_sends_a_sum_of_zeros(odd, monkeypatch):
     updates, noise = world.draw(np.random.default_rng(3))
     message = world.begin(1)
     *others, _ = world.silos
-    sums = [weigh(one, message, world.own(i, updates), noise[i]) for i, one in enumerate(others)]
+    sums = [
+        weigh(one, message, world.updates_of(i, updates), noise[i]) for i, one in enumerate(others)
+    ]
     total = of_silo_2(world, message)
     monkeypatch.setattr(weighted_silo, "clip_each_row", lambda rows, norm: rows)
     total.add([3], {"weight": torch.from_numpy(odd)[None]})

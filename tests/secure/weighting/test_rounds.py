@@ -136,7 +136,7 @@ def test_unfit_values_are_refused_before_the_round_is_used(rng, change, match):
     world = World(weighting_settings(), np.ones((3, 4), dtype=int))
     message = world.begin(1)
     updates, noise = world.draw(rng)
-    updates_of_silo, own_noise = world.own(0, updates), noise[0].copy()
+    updates_of_silo, own_noise = world.updates_of(0, updates), noise[0].copy()
     updates_of_silo = {user: values.copy() for user, values in updates_of_silo.items()}
     change(updates_of_silo, own_noise)
     with pytest.raises(ValueError, match=match):
@@ -150,9 +150,11 @@ def test_a_user_without_an_update_counts_as_zero(rng):
     world = World(weighting_settings(), np.ones((3, 4), dtype=int))
     message = world.begin(1)
     updates, noise = world.draw(rng)
-    others = {user: update for user, update in world.own(0, updates).items() if user != 2}
+    others = {user: update for user, update in world.updates_of(0, updates).items() if user != 2}
     sums = [weigh(world.silos[0], message, others, noise[0])]
-    sums += [weigh(world.silos[at], message, world.own(at, updates), noise[at]) for at in (1, 2)]
+    sums += [
+        weigh(world.silos[at], message, world.updates_of(at, updates), noise[at]) for at in (1, 2)
+    ]
     updates[0, 2] = 0
     assert close(world.server, sums) == pytest.approx(world.plain(updates, noise), abs=1e-10)
 
@@ -161,7 +163,7 @@ def test_noise_of_another_shape_is_refused(rng):
     world = World(weighting_settings(), np.ones((3, 4), dtype=int))
     updates, _ = world.draw(rng)
     with pytest.raises(ValueError, match=r"noise of shape \(\)"):
-        weigh(world.silos[0], world.begin(1), world.own(0, updates), 0.0)
+        weigh(world.silos[0], world.begin(1), world.updates_of(0, updates), 0.0)
 
 
 def test_a_missing_silo_leaves_the_sum_masked_and_the_round_open(world, rng):
@@ -194,7 +196,7 @@ def test_rounds_are_used_once(world, rng):
     for number in (3, 2, 0):
         again = dataclasses.replace(message, round_number=number)
         with pytest.raises(ProtocolError, match="expected a number above 3"):
-            weigh(world.silos[0], again, world.own(0, updates), noise[0])
+            weigh(world.silos[0], again, world.updates_of(0, updates), noise[0])
 
 
 def test_malformed_sums_are_refused_and_the_round_stays_open(world, rng):
@@ -242,7 +244,7 @@ def test_malformed_weights_are_refused(world, rng):
             weigh(
                 world.silos[0],
                 dataclasses.replace(good, weights=weights),
-                world.own(0, updates),
+                world.updates_of(0, updates),
                 noise[0],
             )
     with pytest.raises(ValueError, match="from 0 to 3"):
@@ -406,7 +408,7 @@ def test_a_silo_resumes_from_its_state_and_never_repeats_a_round(rng):
     message = dataclasses.replace(world.begin(6), round_number=5)
     restarted = PaillierSilo.from_bytes(saved[1])
     with pytest.raises(ProtocolError, match="expected a number above 5"):
-        weigh(restarted, message, world.own(1, updates), noise[1])
+        weigh(restarted, message, world.updates_of(1, updates), noise[1])
     world.silos = [PaillierSilo.from_bytes(state) for state in saved[:3]]
     assert [silo.index for silo in world.silos] == [0, 1, 2]
     assert world.run_round(7, updates, noise) == pytest.approx(
@@ -476,7 +478,7 @@ def test_nothing_leaves_when_the_state_cannot_be_saved(rng):
     updates, noise = world.draw(rng)
     world.silos[0].save = fail
     with pytest.raises(OSError, match="disk is full"):
-        weigh(world.silos[0], world.begin(1), world.own(0, updates), noise[0])
+        weigh(world.silos[0], world.begin(1), world.updates_of(0, updates), noise[0])
 
 
 def test_states_of_other_protocols_and_other_bytes_are_refused(world):

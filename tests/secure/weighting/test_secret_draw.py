@@ -161,7 +161,7 @@ def test_weights_sealed_for_another_answer_are_refused_before_using_the_round(rn
         (dataclasses.replace(message, round_number=2), "sealed texts"),
     ):
         with pytest.raises(ValueError, match=expected):
-            weigh(world.silos[1], wrong, world.own(1, updates), noise[1])
+            weigh(world.silos[1], wrong, world.updates_of(1, updates), noise[1])
     assert np.isfinite(close(world.server, world.weigh(message, updates, noise))).all()
 
 
@@ -177,7 +177,7 @@ def test_settings_with_and_without_a_hidden_draw_do_not_mix(rng):
     updates, noise = hidden.draw(rng)
     for world, message in ((hidden, known.begin(1)), (known, hidden.begin(1))):
         with pytest.raises(ValueError, match="PaillierWeights of"):
-            weigh(world.silos[0], message, world.own(0, updates), noise[0])
+            weigh(world.silos[0], message, world.updates_of(0, updates), noise[0])
 
 
 @pytest.mark.parametrize(("choices", "hits"), [(1, 1), (3, 0), (3, 3), (0, 0)])
