@@ -115,6 +115,7 @@ def ours(method, plan, grid=InProcessGrid):
 
 @cache
 def theirs(method, plan):
+    """Return what the plain loop of the reference gives."""
     numbers = dict(NUMBERS[method])
     if plan == "steps":
         numbers["steps"] = {"clip": STEPS.gradient_clipping_norm, "stddev": STDDEV}

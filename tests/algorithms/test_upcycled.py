@@ -146,6 +146,7 @@ def half_way():
 
 
 def momentum(rate, share):
+    """Return a plain server step of FedAvgM."""
     velocity = 0.0
 
     def server(number, w, models):
@@ -157,6 +158,7 @@ def momentum(rate, share):
 
 
 def adaptive(kind, eta, beta_1, beta_2, tau):
+    """Return a plain server step of FedYogi, or of FedAdam for any other kind."""
     m = v = 0.0
 
     def server(number, w, models):

@@ -320,6 +320,7 @@ def hostile_main(grid, context):
 
 
 def hostile_app(folder):
+    """Copy the app into a folder, with a server that repeats the messages of round 1."""
     shutil.copytree(CONSORTIUM.folder, folder)
     server = folder / "consortium_app" / "server_app.py"
     plain = server.read_text().replace("@app.main()\n", "")

@@ -44,6 +44,7 @@ def deployment(tmp_path_factory):
 
 
 def processes_naming(text: str) -> list[str]:
+    """Return the commands of other processes that contain a text."""
     pids = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:

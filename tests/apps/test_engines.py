@@ -403,6 +403,7 @@ def test_a_foreign_project_drops_the_strategy_in(tmp_path):
 
 
 def protected(facts: dict[str, Any]) -> None:
+    """Check that a run with privacy learned and states its guarantee."""
     assert facts["refusals"] == []
     assert 0 < facts["accuracy"] <= 1
     models = next(s for s in facts["statements"] if "the released models" in s)
@@ -489,6 +490,7 @@ FOREIGN_CLIENTS = 6
 
 
 def holds_all(run: RunDirectory, rounds: int) -> None:
+    """Check that a complete run directory has all rounds, guarantees, scores and files."""
     assert run.status == "completed"
     assert [row["round"] for row in run.metrics()] == [*range(1, rounds + 1)]
     assert {g.basis for g in run.guarantees()} == {"provable", "published"}

@@ -44,6 +44,7 @@ def letters_file(folder: Path, count: int = 600) -> None:
 
 
 def equal(one, two) -> bool:
+    """Return True if two lists of devices hold the same examples."""
     return len(one) == len(two) and all(
         torch.equal(a.train.features, b.train.features)
         and torch.equal(a.test.targets, b.test.targets)

@@ -30,6 +30,7 @@ def rng(seed=0):
 
 
 def together(devices: list[ClientData], part: str = "train") -> tuple[np.ndarray, np.ndarray]:
+    """Return the features and targets of all devices as two arrays."""
     parts = [getattr(data, part) for data in devices]
     features, targets = (
         torch.cat([getattr(p, name) for p in parts]) for name in ("features", "targets")

@@ -68,6 +68,7 @@ def test_no_byte_of_personal_parameters_is_in_any_message(name):
 
 
 def run_command(capsys, output, *, only, **options):
+    """Run some parts; return the exit status, the last printed line, and the report's lines."""
     with pytest.raises(SystemExit) as ended:
         command.main(output=output, only=only, **options)
     printed = capsys.readouterr().out.splitlines()
@@ -138,6 +139,7 @@ def test_the_referee_sees_a_reply_that_should_not_count(monkeypatch):
 
 
 def _reads(read, reply):
+    """Return True if a reply is accepted."""
     try:
         read(reply)
     except (RefusedReply, KeyError):

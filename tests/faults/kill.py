@@ -140,6 +140,8 @@ def play(trial: Trial) -> None:
 def _witnessed(
     answer: Callable[..., Sequence[Answer]], witness: int
 ) -> Callable[..., Sequence[Answer]]:
+    """Return a client that notes its rounds for a witness before it answers."""
+
     def watched(
         messages: Sequence[Message], contexts: Sequence[Context], **options: Any
     ) -> Sequence[Answer]:
@@ -189,6 +191,7 @@ def changed(folder: Path, pattern: str, times: int, pause: float = 0.0) -> Calla
 
 
 def _states(folder: Path, pattern: str) -> Iterator[tuple[str, int, int]]:
+    """Yield name, size and time of every file that matches a pattern."""
     for file in folder.rglob(pattern):
         try:
             facts = file.stat()
@@ -324,6 +327,7 @@ def _kill_and_resume(
 
 
 def _point(trial: Trial, drawn: random.Random, duration: float) -> tuple[str, Callable[[], bool]]:
+    """Draw the point at which to kill: its name, and a function that waits for it."""
     if drawn.random() < 0.4:
         return "random time", after(drawn.uniform(0, duration))
     pattern = drawn.choice(WATCHED)

@@ -173,6 +173,8 @@ def without_record(record: str) -> Mutation:
 
 
 def _other_record(record: str) -> Mutation:
+    """Return a mutation that replaces a record by one of another type."""
+
     def mutation(message: Message, rng: np.random.Generator) -> None:
         del message.content[record]
         if rng.random() < 0.5:
@@ -184,6 +186,8 @@ def _other_record(record: str) -> Mutation:
 
 
 def _renamed_record(record: str) -> Mutation:
+    """Return a mutation that renames a record."""
+
     def mutation(message: Message, rng: np.random.Generator) -> None:
         kept: Any = message.content[record]
         del message.content[record]
@@ -193,6 +197,8 @@ def _renamed_record(record: str) -> Mutation:
 
 
 def _names(record: str, how: str) -> Mutation:
+    """Return a mutation that adds, removes or renames an array of a record."""
+
     def mutation(message: Message, rng: np.random.Generator) -> None:
         arrays = message.content.array_records[record]
         name = str(rng.choice(list(arrays)))
@@ -316,6 +322,7 @@ _NO_AMOUNT = [0, 0.0, -1.0, float("nan"), float("inf"), -float("inf"), "1", b"1"
 
 
 def _training(field: str, values: Iterable[Any]) -> Mutation:
+    """Return a mutation that gives a field of the local training another value."""
     options = list(values)
 
     def mutation(message: Message, rng: np.random.Generator) -> None:

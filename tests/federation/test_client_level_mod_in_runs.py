@@ -95,6 +95,8 @@ class Shaped(torch.nn.Module):
 
 
 def our_app() -> ClientApp:
+    """Return an app of this package that trains what the foreign app trains."""
+
     def data(partition: int) -> ClientData:
         one = Examples(torch.tensor([[float(partition)]]), torch.zeros(1))
         return ClientData(train=one, test=one)

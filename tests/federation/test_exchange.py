@@ -54,6 +54,7 @@ def square_of(reply: Message) -> int:
 
 
 def connected(app: ClientApp | None = None) -> tuple[Clients, InProcessGrid]:
+    """Return the clients after they have connected, and their grid."""
     clients, grid = (
         Clients("meth", Progress(), timeout=1.0),
         InProcessGrid(app or client_app(), CLIENTS),

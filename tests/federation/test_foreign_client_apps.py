@@ -53,6 +53,7 @@ def foreign(placement: str, reply_order: str = "=", **unsent: np.ndarray) -> Cli
 
 
 def run_foreign(app, placement, arrays=START, **options):
+    """Run DP-FedAvg with clients that do not use this package."""
     plan = release_plan(
         sampling=EVERYONE, clipping_norm=1.0, noise_multiplier=1e-6, noise_placement=placement
     )

@@ -184,6 +184,7 @@ def one_by_one(app):
 
 
 def same_but_for_client_0(ours, theirs):
+    """Assert that all uploads but client 0's are equal bit for bit."""
     assert ours.keys() | {0} == theirs.keys() | {0} == set(range(CLIENTS))
     for client in range(1, CLIENTS):
         assert ours[client].keys() == theirs[client].keys()

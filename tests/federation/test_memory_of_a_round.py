@@ -20,6 +20,7 @@ MODEL_BYTES = sum(len(array.data) for array in initial().values())
 
 
 def released(placement: str) -> ReleasePlan:
+    """Return a plan whose noise is added in one place."""
     return ReleasePlan(
         sampling=SAMPLING,
         clipping_norm=0.5,
@@ -68,6 +69,7 @@ class Watching(InProcessGrid):
 
 
 def played(strategy, memory_limit):
+    """Run a strategy within a limit of memory; return the last model and the grid."""
     app = client_app(strategy.method.client, task=task(), allow_seeded_noise=True)
     grid = Watching(app, num_clients=CLIENTS, memory_limit=memory_limit)
     grid.start()

@@ -101,6 +101,7 @@ OVER_SILOS = {
 
 
 def assert_trained(strategy, initial, final, caplog):
+    """Assert that every parameter trained, and that no client failed."""
     assert getattr(strategy, "base", strategy).refusals == []
     assert "failed" not in caplog.text
     for name, value in final.items():

@@ -192,6 +192,8 @@ def lengths(size):
 
 
 def sent_task(size, dtype=torch.float32, records_of=lambda client: 1):
+    """Return a task whose clients' data determine the update that they send."""
+
     def data(client):
         features = torch.full((records_of(client), 9), lengths(size)[client], dtype=dtype)
         examples = Examples(features, torch.zeros(len(features), dtype=torch.int64))

@@ -49,6 +49,7 @@ def rows(run: RunDirectory):
 
 
 def same(one: RunDirectory, other: RunDirectory) -> bool:
+    """Return True if two runs have the same model, metrics, guarantees and scores."""
     models = [load_file(run.path / "model.safetensors") for run in (one, other)]
     return (
         all(np.array_equal(models[0][name], models[1][name]) for name in models[0])

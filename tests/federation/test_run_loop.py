@@ -54,6 +54,7 @@ class Unused(Hosted):
 
 
 def noised(rounds=5):
+    """Return a plan with noise."""
     return ReleasePlan(
         sampling=FullParticipation(CLIENTS),
         clipping_norm=0.5,

@@ -30,6 +30,7 @@ OPTIMIZERS = (
 
 
 def model_and_updates(rounds=12, seed=0, dtype=np.float32):
+    """Return a random model, and an update of it for each round."""
     rng = np.random.default_rng(seed)
     shapes = {"w": (3, 4), "b": (5,)}
     arrays = [

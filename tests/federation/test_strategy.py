@@ -318,6 +318,8 @@ def test_a_node_that_comes_back_as_another_partition_takes_no_part(monkeypatch, 
 
 
 def broken(value):
+    """Return a change that fills an array of an upload with one value."""
+
     def change(reply):
         record = reply.content.array_records["update"]
         name = next(iter(record))

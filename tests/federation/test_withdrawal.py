@@ -66,6 +66,7 @@ def plan(sampling=None, **changes) -> ReleasePlan:
 
 
 def run_of(folder: Path, given: Budget, *, plan, rounds=2, method=DPFedAvg, state="", **options):
+    """Begin or resume a run in a folder, under a budget."""
     begun = (folder / "run.json").exists()
     run = RunWriter.resume(folder) if begun else RunWriter.create(folder, config={})
     settings = {"state-folder": str(state)} if state else {}

@@ -34,6 +34,7 @@ RELEASE = Release(
 
 
 def filled(path, rounds=3) -> bytes:
+    """Write a ledger with some releases, and return its bytes."""
     ledger = Ledger(path)
     for number in range(rounds):
         with ledger.reserve(RELEASE, server_round=number) as entry:
@@ -54,6 +55,7 @@ def fast_path(tmp_path):
 
 
 def reserved(path) -> int:
+    """Return the number of releases in a ledger."""
     ledger = Ledger(path)
     try:
         return ledger.releases

@@ -34,6 +34,7 @@ def release(noise_multiplier=1.0) -> Release:
 
 
 def sampled(run: str, training: int, noise_multiplier=1.0, **more) -> Charge:
+    """Return the charge of one round of a run."""
     one = release(noise_multiplier)
     facts = {
         "run": run,
@@ -153,6 +154,7 @@ def test_a_torn_line_is_forgotten_and_a_changed_one_refused(path):
 
 
 def _charging(path, run):
+    """Charge rounds until the budget ends; another process does the same."""
     budget = Budget(epsilon=privacy_loss_of({release(): 20}, delta=DELTA).epsilon, delta=DELTA)
     made = 0
     for training in range(1, 16):

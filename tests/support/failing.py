@@ -57,6 +57,7 @@ KINDS = {
 
 
 def _loss(outputs, targets):
+    """Return the loss, or raise as a record's target asks for."""
     if bool((targets == TOO_LARGE).any()):
         raise MemoryError("too little memory for this record")
     if bool((targets == ENDING).any()):

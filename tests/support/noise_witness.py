@@ -95,6 +95,7 @@ class Trial:
 
 
 def _play(trial: Trial, write: int, after: bool) -> None:
+    """Run a trial in this process; die after ``write`` writes to disk."""
     log = os.open(trial.folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
@@ -140,6 +141,7 @@ def _play(trial: Trial, write: int, after: bool) -> None:
 
 
 def _plant(fault: str) -> None:
+    """Plant a fault in how a resumed noise stream continues."""
     restore = NoiseStream._restore
 
     def forgetting(self: NoiseStream, kept: Any) -> None:
@@ -163,6 +165,7 @@ def _flat(arrays: Any) -> list[float]:
 
 
 def _watch_noise(note: Any) -> None:
+    """Note every noise that is drawn and every release."""
     draw, add = NoiseStream._drawn, PreparedNoise.add_gaussian
 
     def drawn(self: NoiseStream, like: Any, source: Any) -> Any:
@@ -190,6 +193,7 @@ def _watch_noise(note: Any) -> None:
 
 
 def _watch_disk(note: Any, write: int, after: bool) -> None:
+    """Kill this process at a write to disk, before or after it."""
     sync, count = os.fsync, 0
 
     def killing(descriptor: int) -> None:

@@ -87,6 +87,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def _of_section(page: Path, target: str) -> list[Block]:
+    """Return the Python blocks of another page's section, as a setup."""
     path, _, section = target.partition("#")
     other = (page.parent / path).resolve()
     section_blocks = [b for b in blocks(other) if b.kind == "python" and b.section == section]

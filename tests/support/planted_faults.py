@@ -64,6 +64,7 @@ def _not_clipped(update, clipping_norm):
 
 
 def _rows_not_clipped(rows, clipping_norm, weights=None):
+    """Sum rows without clipping them, and claim the bound."""
     summed = {
         name: sum(w * row for w, row in zip(weights, array, strict=True)).double()
         for name, array in rows.items()
@@ -72,6 +73,7 @@ def _rows_not_clipped(rows, clipping_norm, weights=None):
 
 
 def _cells_not_clipped(update, clipping_norm, cell):
+    """Round an update to cells without clipping it, and claim the bound."""
     value = {
         name: np.rint(np.asarray(array, dtype=np.float64) / cell).astype(np.int64)
         for name, array in update.items()
@@ -85,6 +87,7 @@ def _rows_in_cells_not_clipped(rows, clipping_norm, cell, weights):
 
 
 def _scores_not_clipped(self, client):
+    """Return a vector of scores that are not clipped."""
     scores = client.scores(training=False)
     if not scores:
         return np.zeros(self.size)

@@ -76,6 +76,7 @@ def sum_of(method, data, sampling, weighting, bound):
 
 
 def without(user, data):
+    """Return the silos' data without the records of one user."""
     return [
         SiloData(
             train=one.train.subset(np.flatnonzero(one.owners != user)),

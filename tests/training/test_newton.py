@@ -36,6 +36,7 @@ def zero() -> dict[str, torch.Tensor]:
 
 
 def scipy_minimiser(examples: Examples) -> np.ndarray:
+    """Return the minimiser of the logistic problem, by SciPy."""
     x = np.column_stack([examples.features.numpy(), np.ones(len(examples))])
     y = examples.targets.numpy()
 

@@ -169,6 +169,7 @@ class Counting(nn.Module):
 
 
 def hooked():
+    """Return a model whose hook remembers the batch before."""
     seen = [torch.zeros(1)]
 
     def hook(module, inputs, output):
@@ -181,6 +182,7 @@ def hooked():
 
 
 def with_its_own_forward():
+    """Return a model whose replaced forward remembers the batch before."""
     model, seen = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), [torch.zeros(1)]
     usual = model[1].forward
 
@@ -193,6 +195,8 @@ def with_its_own_forward():
 
 
 def of_a_local_class():
+    """Return a model whose class remembers the batch before."""
+
     class Keeper(nn.Linear):
         kept = torch.zeros(1)
 
@@ -205,6 +209,8 @@ def of_a_local_class():
 
 
 def parametrized():
+    """Return a model whose parametrization remembers the weights before."""
+
     class Remembers(nn.Module):
         last = torch.zeros(1)
 

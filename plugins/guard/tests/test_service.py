@@ -44,6 +44,7 @@ def node():
 
 
 def guard_of(node, path, **values):
+    """Return a guard between a node and its apps; its log is in ``lines``."""
     policy = read_policy(write_policy(path / "site" / "guard.toml", **values))
     runtime = Runtime(node.address, root_certificates=None, secret=b"secret")
     lines = []
@@ -109,6 +110,7 @@ def world(tmp_path):
 
 
 def check_only_a_noised_update(reply):
+    """Check that a reply holds a noised update and constants, and nothing else."""
     assert reply.has_content()
     assert set(reply.content) == {"arrays", "metrics"}
     assert dict(reply.content["metrics"]) == CONSTANTS

@@ -50,6 +50,8 @@ def party(strategy):
 
 
 def with_sum(change):
+    """Return a fault that changes the arrays of silo 1's sum."""
+
     def meddle(replies, grid):
         answer = dict(records.to_arrays(replies[1].content["update"]))
         replies[1].content["update"] = records.to_record(change(answer))

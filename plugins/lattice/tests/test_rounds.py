@@ -360,6 +360,7 @@ def _known_bytes(monkeypatch):
 
 
 def _known_run() -> tuple[list, np.ndarray]:
+    """Return the messages and the sum of a run whose inputs are known."""
     rng = np.random.default_rng(1)
     facts = lattice_settings(silos=2, users=2, coordinates=4100, silo_record_limits=(3, 4))
     world = LatticeWorld(facts, np.array([[3, 0], [1, 4]]))

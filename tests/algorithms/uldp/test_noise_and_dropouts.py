@@ -53,6 +53,7 @@ class Absent(InProcessGrid):
 
 
 def with_absence(tmp_path, method=UldpAvg):
+    """Run with silos that drop out; return the strategy, the ledger's entries, and the ledger."""
     ledger = Ledger(tmp_path / "ledger.jsonl")
     strategy = strategy_of(method, plan=plan(), local=LOCAL, ledger=ledger, **COMMON)
     grid = Absent(method.client_app(task(), allow_seeded_noise=True), num_clients=SILOS)

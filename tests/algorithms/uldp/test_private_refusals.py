@@ -44,6 +44,8 @@ from tests.support.travelling import Recorder
 
 
 def with_sum(change):
+    """Return a fault that changes the arrays of silo 1's sum."""
+
     def meddle(replies, grid):
         record = replies[1].content["update"]
         answer = records.to_arrays(record)
@@ -54,6 +56,8 @@ def with_sum(change):
 
 
 def with_first(number):
+    """Return a fault that replaces the first ciphertext of silo 1's sum by a number."""
+
     def change(answer):
         size, sent = 128, answer["sum"].copy()
         sent[20 : 20 + size] = np.frombuffer(int(number).to_bytes(size, "big"), np.uint8)

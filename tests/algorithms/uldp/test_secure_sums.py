@@ -120,6 +120,8 @@ def cells_of(data, weighting="by-records", norm=0.01, local=LOCAL):
 
 
 def without(user, data):
+    """Return the silos' data without the records of one user."""
+
     def own(one):
         kept = one.owners != user
         train = Examples(one.train.features[kept], one.train.targets[kept])

@@ -158,6 +158,7 @@ class Forger(InProcessGrid):
 
 
 def forged(forge, **changes):
+    """Run a strategy whose messages to silos are forged, and return the strategy."""
     strategy = strategy_of(
         UldpAvg, plan=plan(**changes), weighting="by-records", local=LOCAL, **COMMON
     )

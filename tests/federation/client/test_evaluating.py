@@ -50,6 +50,7 @@ def test_queries_that_a_client_does_not_know_or_understand_are_refused(name, fie
 
 
 def answer(question, *, least=0.0):
+    """Return a client's answer to a query; ``least`` is the least noise that its node accepts."""
     node = {"partition-id": 0, "least-noise-multiplier": least}
     context = Context(run_id=1, node_id=1, node_config=node, state=RecordDict(), run_config={})
     query = query_of(question, KINDS)

@@ -36,6 +36,7 @@ OPTIONS = {"evaluate_every": 0, "seed": 1, "timeout": 5.0}
 
 
 def released(**changes):
+    """Return a plan with hardly any noise."""
     facts = {
         "sampling": FullParticipation(CLIENTS),
         "clipping_norm": 0.5,

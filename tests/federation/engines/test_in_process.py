@@ -37,6 +37,7 @@ SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.05)
 
 
 def counting_app() -> ClientApp:
+    """Return an app whose clients count the queries that they have seen."""
     app = ClientApp()
 
     @app.query()

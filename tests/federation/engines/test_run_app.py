@@ -22,6 +22,7 @@ def ended_by(error: BaseException, monkeypatch) -> object:
 
 
 def ended(fail, monkeypatch) -> object:
+    """Return the exit status of a process whose run fails."""
     monkeypatch.setattr(module, "run_app", fail)
     monkeypatch.setattr(module.sys, "argv", ["run_app", "somewhere", "1", "3"])
     monkeypatch.setattr(module.sys, "stdin", StringIO("{}"))

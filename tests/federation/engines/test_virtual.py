@@ -63,6 +63,7 @@ def test_a_run_equals_that_of_clients_on_separate_nodes(strategy):
 
 
 def counting() -> CohortApp:
+    """Return an app whose clients count the queries that they have seen."""
     app = CohortApp()
 
     @app.query()

@@ -50,6 +50,7 @@ def telling() -> ClientApp:
 
 
 def ask(grid: InProcessGrid, nodes, *, fails: int = -1, kills: int = -1) -> list[Message]:
+    """Query some nodes; one may fail, and one may kill its process."""
     content = RecordDict({"ask": ConfigRecord({"fails": fails, "kills": kills})})
     return list(
         grid.send_and_receive(

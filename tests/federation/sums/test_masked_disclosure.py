@@ -19,6 +19,7 @@ from tests.support.worlds import initial
 
 
 def uploads(grid):
+    """Return the contents of all replies to training messages."""
     return [
         reply.content
         for reply in grid.received
@@ -43,6 +44,7 @@ def test_the_same_update_is_sent_as_other_bytes_in_another_run():
 
 
 def sums_only(strategy):
+    """Return the provable guarantee against an adversary that sees the sums alone."""
     return next(
         one
         for one in strategy.guarantees()

@@ -35,6 +35,7 @@ EVERYONE = FullParticipation(100)
 
 
 def epsilon(sampling, relation=ADD_OR_REMOVE, *, sigma=1.0, rounds=200, delta=1e-3, **how):
+    """Return the ε of rounds under one sampling."""
     return privacy_loss(
         sampling=sampling,
         noise_multiplier=sigma,

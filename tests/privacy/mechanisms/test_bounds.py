@@ -228,6 +228,7 @@ def test_sums_of_unlike_updates_are_refused():
 
 
 def rows_of(values, kind):
+    """Return numbers as rows of two arrays, of NumPy or PyTorch."""
     stacked = {
         "a": np.asarray(values, np.float32)[:, :3],
         "b": np.asarray(values, np.float32)[:, 3],
@@ -236,6 +237,7 @@ def rows_of(values, kind):
 
 
 def one_by_one(rows, bound, weights):
+    """Return the weighted sum of rows that are clipped one by one."""
     total = {name: np.zeros(array.shape[1:]) for name, array in rows.items()}
     for number, weight in enumerate(weights):
         row = clip({name: array[number] for name, array in rows.items()}, bound).value

@@ -27,6 +27,7 @@ TARGET = {"epsilon": 10.0, "delta": 0.01, "rounds": 80}
 
 
 def guarantees(stddev=0.01, *, num_clients=20, secure_noise=True, not_covered=(), **changes):
+    """Return the published and the provable guarantee of a run of DP-Ditto."""
     values = {"num_examples": 50, "rounds": 80, "delta": 0.01, "clipping_norm": 20.0, **changes}
     plan = RecordLevelPlan(sampling=FullParticipation(num_clients), noise_stddev=stddev, **values)
     run = run_summary(rounds=plan.rounds, secure_noise=secure_noise, not_covered=not_covered)

@@ -40,6 +40,7 @@ def pair(perturbation, objective=KNOWN, *, sizes=SIZES, uploads=UPLOADS, delta=1
 
 
 def spread(values):
+    """Return the text by which a guarantee states values of several clients."""
     values = list(values)
     return (
         f"{len(values)} clients: min {min(values):.4g}, mean {sum(values) / len(values):.4g}, "

@@ -70,6 +70,7 @@ def hessian(loss, w, x, y, mu):
 
 
 def minimiser(loss, x, y, mu, anchor):
+    """Return the minimiser of a local problem, by SciPy."""
     solution = optimize.root(
         lambda w: gradient(loss, w, x, y, mu, anchor),
         anchor,
@@ -333,6 +334,7 @@ def problems_in_one_dimension(label):
 
 
 def problems_in_two_dimensions(label):
+    """Yield pairs of neighbouring data sets, which differ in one record."""
     rng = np.random.default_rng(4)
     for turn in np.linspace(0, np.pi, 7):
         x = np.vstack([in_unit_ball(rng, 3, 2), [[1.0, 0.0]]])

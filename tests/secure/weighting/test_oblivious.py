@@ -58,6 +58,7 @@ def encoded(point):
 
 
 def added(one, two):
+    """Return the sum of two points of the curve, by the law in affine coordinates."""
     (a, b), (c, d) = one, two
     product = D * a * b * c * d % FIELD
     x = (a * d + b * c) * pow(1 + product, -1, FIELD)
@@ -66,6 +67,7 @@ def added(one, two):
 
 
 def times(scalar, point):
+    """Return a multiple of a point, by doubling and adding."""
     total = (0, 1)
     for bit in bin(scalar)[2:]:
         total = added(total, total)

@@ -13,6 +13,7 @@ MODULUS = mpz(2) ** 127 - 1
 
 
 def plain(bases, exponents, modulus=MODULUS):
+    """Return the products of powers, one power at a time."""
     products = []
     for column in exponents.T:
         product = mpz(1)

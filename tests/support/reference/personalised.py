@@ -54,6 +54,7 @@ def mini_batches(examples, order, training):
 
 
 def descend(model, parameters, examples, order, training):
+    """Train parameters in place by plain SGD."""
     optimizer = torch.optim.SGD(parameters, lr=training.learning_rate)
     model.train()
     for x, y in mini_batches(examples, order, training):

@@ -49,6 +49,7 @@ def trained(world, data, local, generator):
 
 
 def against_gradient(world, data):
+    """Return the negative gradient of the loss over all records."""
     model = Net()
     model.load_state_dict(world)
     params = dict(model.named_parameters())

@@ -65,6 +65,7 @@ MODELS = {
 
 
 def setting(which, count=3, batch=4):
+    """Return a model, parameters of several, the same as a stack, and a batch for each."""
     build, shape = MODELS[which]
     model = build()
     generator = torch.Generator().manual_seed(0)
@@ -240,6 +241,8 @@ def hooked():
 
 
 def checkpointed():
+    """Return a model that computes its activations again in the backward pass."""
+
     def forward(x):
         return torch.utils.checkpoint.checkpoint(head, x, use_reentrant=False)
 

@@ -87,6 +87,7 @@ def clipped(build, data, clipping_norm=0.3):
 
 
 def assert_is_like_a_loop(build, data, *, in_one_pass, clipping_norm=0.3):
+    """Assert the way that is taken, and that the gradient equals that of a plain loop."""
     gradient, params, ours = clipped(build, data, clipping_norm)
     assert (gradient.way == "in one pass") == in_one_pass
     theirs = by_loop(gradient.task, params, data, clipping_norm, list(params))
