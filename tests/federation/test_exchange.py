@@ -99,7 +99,7 @@ def test_each_partition_gets_its_content_in_the_rounds_message(kind):
         assert message.metadata.group_id == "7"
 
 
-def test_foreign_apps_get_flowers_own_message_types():
+def test_foreign_apps_get_flowers_message_types():
     clients, grid = connected(client_app(method=None))
     (message,) = clients.request("train", {0: {}}, 1).messages
     assert message.metadata.message_type == "train"

@@ -90,7 +90,7 @@ def test_for_a_draw_the_server_receives_only_fresh_group_elements():
     assert len(set(pieces)) == len(pieces) == 15
 
 
-def test_a_silo_learns_neither_its_choice_nor_the_other_weights():
+def test_a_silo_cannot_learn_its_choice_or_open_other_weights():
     """There is one ciphertext per user, all differ, and none was sent in another round."""
     world = World(facts(), np.full((3, 5), 2))
     messages = [drawn(world, number) for number in (1, 2)]

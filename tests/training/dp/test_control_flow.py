@@ -202,7 +202,7 @@ def test_with_decided_tests_each_example_is_separate_and_counted_once():
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-3)
 
 
-def test_a_model_may_branch_on_its_own_buffers():
+def test_a_model_may_branch_on_its_buffers():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
