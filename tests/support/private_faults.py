@@ -5,14 +5,11 @@ from itertools import cycle, product
 import pytest
 
 from tests.support.grids import grid as grid_of
-from tests.support.private_silos import (
-    INSTALLED,
-    name_of,
-)
+from tests.support.private_silos import INSTALLED, name_of
 
 
 def in_turn(name, values):
-    """Each value with one protocol, and in the grid with all."""
+    """Parametrize a test by each value with one protocol, and in the grid with all protocols."""
     daily = [*zip(cycle(INSTALLED), values, strict=False)]
     return pytest.mark.parametrize(
         ("protocol", name),

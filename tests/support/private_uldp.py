@@ -2,17 +2,13 @@
 
 from dataclasses import replace
 
-from flower_ext.federation import (
-    records,
-)
+from flower_ext.federation import records
 from flower_ext.federation.sums import weighted_silo
-from tests.support.private_silos import (
-    SMALL,
-    vault,
-)
+from tests.support.private_silos import SMALL, vault
 
 
 def kept(grid, number=0):
+    """Return the state that a silo has stored."""
     return weighted_silo.stored_silo(vault(grid, number))
 
 
