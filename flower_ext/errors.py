@@ -53,7 +53,7 @@ def is_tellable(error: Exception) -> bool:
 
 @contextmanager
 def knowing_no_data() -> Iterator[None]:
-    """Mark every error of a ``with`` block, which reads no client's data, as `tellable` does."""
+    """Mark every error of a ``with`` block as `tellable`; the block must read no client's data."""
     try:
         yield
     except Exception as error:

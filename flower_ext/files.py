@@ -36,9 +36,10 @@ class InUse(FlowerExtError, RuntimeError):
 def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool = True) -> None:
     """Write ``content`` to the file ``path``; replace the file if it exists.
 
-    Whatever happens, the file has either the old or the new content. With ``sync``, the new content
-    survives a power failure, not only a crash of this process. If the file is ``private``, only the
-    user can read it (mode 0600). The message of an `OSError` names the file.
+    After a crash of this process, the file has either the old or the new content. With ``sync``,
+    this also holds after a power failure, and the new content is on disk when the function returns.
+    If the file is ``private``, only the user can read it (mode 0600). The message of an `OSError`
+    names the file.
     """
     with whole_file(path, sync=sync, private=private) as stream:
         stream.write(content)
@@ -189,7 +190,7 @@ def _opened(path: Path, how: int, sync: bool, *, private: bool) -> Iterator[IO[b
 
 
 def _remove_drafts_of_the_dead(path: Path) -> None:
-    """Remove the drafts that killed processes of this machine left: drafts may hold secrets."""
+    """Remove unfinished files of `whole_file`, left by killed processes: they may hold secrets."""
     for draft in path.parent.glob(f".{escape(path.name)}.*-*.draft"):
         writer = draft.name.rsplit(".", 2)[1].partition("-")[0]
         if writer.isdecimal() and not psutil.pid_exists(int(writer)):

@@ -163,8 +163,8 @@ class Apple(Method):
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
         """Send each client all core models.
 
-        The message's model is the client's own core model. The name of every other core model ends
-        in the number of the client that trains it.
+        The message's model is the client's own core model. Every other core model is a record
+        ``core.NUMBER``, with the number of the client that trains it.
         """
         cores = {int(client): records.to_record(core) for client, core in state.server.items()}
         # All messages share these records, so each core is converted only once.

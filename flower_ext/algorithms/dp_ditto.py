@@ -18,7 +18,7 @@ client, after `flower_ext.federation` has clipped it and added noise. The only n
 from ω. A client's ϖ_n begins as the first ω that it receives. With a `NonPrivatePlan` the
 method is Ditto.
 
-If the plan has ``steps``, each local step clips every record's gradient and adds noise, and the
+If ``plan.steps`` is set, each local step clips every record's gradient and adds noise, and the
 upload gets no further noise.
 """
 
@@ -74,7 +74,7 @@ class DPDitto(Method):
         λ in [0, 2]. At 0, a personal model learns from its client's data only; at 2, it only
         follows the shared model.
     local : LocalTraining
-        Training of the uploaded model. If the plan has ``steps``, this training must match them.
+        Training of the uploaded model. If ``plan.steps`` is set, this training must match it.
     personal_training : LocalTraining
         Training of the personal model, by plain SGD.
     **options

@@ -14,10 +14,10 @@ s                     ``sample_fraction``
 ====================  =====================================================
 
 A round starts from Θ̂_i = Θ_i + (Θ − Θ_i) ⊙ W_i. The client trains W_i by the gradient
-∇_Θ̂ F ⊙ (Θ − Θ_i) on a new sample of its records, and clamps W_i to [0, 1]. It makes
-``first_passes`` passes in its first round and one pass in every later round. (In the paper, the
-first round makes passes until the loss no longer changes.) Under a `RecordLevelPlan` the client
-uploads a clipped and noised version of Θ_i; the exact Θ_i and W_i never leave the client.
+∇_Θ̂ F ⊙ (Θ − Θ_i) on a new sample of its records, and clamps W_i to [0, 1]. A client's first round
+trains no W_i. Its second round makes ``first_passes`` passes over the sample, and every later round
+one pass. (The paper first makes passes until the loss no longer changes.) Under a `RecordLevelPlan`
+the client uploads a clipped and noised version of Θ_i; the exact Θ_i and W_i stay on the client.
 """
 
 from __future__ import annotations
@@ -155,6 +155,6 @@ class FedALA(Method):
         return {"local": self.local, "weights": weights, "first_weights": first}
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
-        """Return the settings that clients need, with the names of modules that have weights W."""
+        """Return the settings for clients; ``adaptive.NAME`` marks a module with weights W."""
         modules = {ADAPTIVE + module: 1.0 for module in self.adaptive}
         return {**super().settings(plan), **modules}

@@ -147,7 +147,7 @@ class Hosted(DPFedAvg):
         return server
 
     def check_update(self, update: records.Update) -> None:
-        """Refuse an update that lacks its weight: the metric that ``weighted_by_key`` names."""
+        """Refuse an update without a positive weight, the metric that ``weighted_by_key`` names."""
         if not update.metrics.get(self.strategy.weighted_by_key, 0) > 0:
             raise RefusedReply(
                 f"metric {self.strategy.weighted_by_key!r} is missing or not above 0"

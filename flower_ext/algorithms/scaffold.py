@@ -102,7 +102,7 @@ class Scaffold(Method):
         return super().init(model, population).updated(everyone={CONTROL: control})
 
     def check_update(self, update: Update) -> None:
-        """Refuse an update that does not say how many local steps the client took."""
+        """Refuse an update whose number of local steps is missing or below 1."""
         if not update.metrics.get(STEPS, 0) >= 1:
             raise RefusedReply(f"metric {STEPS!r} is missing or below 1")
 

@@ -94,7 +94,7 @@ class _FlowerBase:
         return {_MODEL: to_arrays(arrays)}
 
     def restore(self, groups: Mapping[str, Arrays]) -> None:
-        """Give the base the extrapolated groups besides the model: there are none."""
+        """Do nothing, because the clients of a Flower strategy receive no group but the model."""
 
     def start(self, upcycled: Upcycled, *arguments: Any, **options: Any) -> Result:
         """Run the rounds of ``upcycled``."""
@@ -118,7 +118,7 @@ class _PackageBase:
 
     @property
     def before(self) -> Mapping[str, Arrays]:
-        """The groups before the last odd round, which the run's checkpoint holds as well."""
+        """The groups before the last odd round. The run's checkpoint includes them."""
         return self._strategy.run.companions
 
     @before.setter

@@ -1,1 +1,1 @@
-"""The command line: one module per command, and the ways to run an app."""
+"""The command line: a module for each command, and modules that prepare and launch runs."""

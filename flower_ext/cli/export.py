@@ -2,8 +2,8 @@
 
 A client's model is the model that its method evaluates. The method builds it from the shared
 model, from the client's memory and, if the method trains before it evaluates, from the client's
-records. The command writes a guarantee for exactly this file next to it. No ε covers the records
-that trained a personal part, because that part never left the client and carries no noise.
+records. The command writes a guarantee for exactly this file next to it. A personal part of a model
+carries no noise, because clients never send it, so no ε covers the records that trained it.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def _check_files(run: RunDirectory, *outputs: Path) -> None:
     has_ended = status in ("completed", "budget-exhausted")
     if not has_ended or not (run.path / "model.safetensors").is_file():
         raise InvalidValue(
-            f"run={run.path}: expected a run that has ended, but its status is {status!r}; "
-            f"continue it with flower-ext run APP --resume {run.path}"
+            f"run={run.path}: expected a run that has ended and saved model.safetensors, but its "
+            f"status is {status!r}; continue it with flower-ext run APP --resume {run.path}"
         )
 
 

@@ -1,8 +1,8 @@
 """Launch a prepared run and show its log; record a failure or an interruption in its directory.
 
-A run is one process of its own, or Flower's commands start it on a SuperLink. This module makes up
-for properties of plain ``flwr run``, which returns 0 for a failed run, simulates two nodes
-regardless of the app, and installs the app's dependencies again unless a variable forbids it.
+With ``--in-process``, a run is a new process; otherwise Flower's commands start it on a SuperLink.
+This module makes up for properties of plain ``flwr run``, which returns 0 for a failed run,
+simulates two nodes regardless of the app, and by default installs the app's dependencies again.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ _PATIENCE = 180
 
 @signals_as_interrupts()
 def launch(run: PreparedRun, *, env: Mapping[str, str] | None = None) -> Path | None:
-    """Run an app and stream its log; return its run directory, if it has one on this machine.
+    """Run an app and stream its log; return its run directory, or None if no setting names it.
 
-    ``env`` has variables for Flower's commands; by default `environment`. A failure is recorded in
+    On a SuperLink that the options name, the directory is on the machine of the ServerApp. ``env``
+    has variables for Flower's commands; by default `environment`. A failure is recorded in
     the run directory, and raises `LaunchFailed`. An interruption raises `Interrupted`, whose
     message says how to continue the run.
     """
@@ -136,8 +137,8 @@ def _note_failure(run: PreparedRun, reason: str) -> bool:
     """Record in the run directory that the run failed, and write its report.
 
     Return True if the directory is on this machine. A process that still writes to it gets some
-    seconds to end. If it does not end, the run continues or belongs to another command, and the
-    function changes nothing.
+    seconds to end. If it does not end, the run is still in progress or belongs to another command,
+    and the function changes nothing.
     """
     if run.path is None or not (run.path / "run.json").is_file():
         return False

@@ -140,7 +140,7 @@ def _check_plugins(app: Path) -> None:
 def _choose_paths(
     options: RunOptions, defaults: Mapping[str, Any], changes: Mapping[str, Any]
 ) -> tuple[Path | None, dict[str, Any]]:
-    """Return the run directory, or None if no setting names it; and the changes with all paths."""
+    """Return the run directory (None if no setting names it), and the changes with all paths."""
     is_local, config = options.superlink is None, {**defaults, **changes}
     if (is_local or options.runs is not None) and not config.get("run-directory", True):
         name, folder = str(config.get("method", options.app.name)), options.runs or Path("runs")

@@ -26,7 +26,7 @@ def run(
     settings: Overrides = None,
     preset: Annotated[
         str | None,
-        typer.Option(help="Setting of a paper, as `flower-ext settings APP --presets` lists them."),
+        typer.Option(help="Preset to run; `flower-ext settings APP --presets` lists the presets."),
     ] = None,
     settings_file: Annotated[
         Path | None, typer.Option("--settings", help="File of settings; --set overrides them.")

@@ -1,8 +1,8 @@
 """Partitions of examples among clients.
 
-Each function takes the targets of a pool and returns one array of indices per client; no example
-is assigned twice. ``pathological``, ``dirichlet`` and ``split`` read a target as a class. They
-refuse targets that consist of several numbers, and targets that are NaN.
+``split`` divides the examples of one client. All other functions take the targets of a pool, and
+return an array of indices for each client; no example is assigned twice. ``pathological``,
+``dirichlet`` and ``split`` read a target as a class: one number, and not NaN.
 
 flwr-datasets has partitioners of the same names, but they read Hugging Face tables. In its
 pathological partition, some classes may go to more clients than others, or to none.
@@ -62,9 +62,9 @@ def pathological(
     Raises
     ------
     ValueError
-        In four cases: S is not between 1 and K; N·S is below K, which would leave out a class;
-        a class has fewer than two examples for each of its clients; or the targets are not
-        classes.
+        In five cases: N is not between 1 and the number of examples; S is not between 1 and K; N·S
+        is below K, which would leave out a class; a class has fewer than two examples for each of
+        its clients; or the targets are not classes.
     """
     _check_classes(targets)
     classes = np.unique(targets)
@@ -116,8 +116,8 @@ def dirichlet(
     Raises
     ------
     ValueError
-        If ``alpha`` is not above 0, if ``min_size`` is out of range, if none of 100 draws gives
-        every client enough examples, or if the targets are not classes.
+        If ``alpha`` is not above 0, if ``num_partitions`` or ``min_size`` is out of range, if none
+        of 100 draws gives every client enough examples, or if the targets are not classes.
     """
     _check_classes(targets)
     _check_count(targets, num_partitions)

@@ -57,7 +57,7 @@ def set_message_id(message: Message, message_id: str) -> None:
 
 
 def message_like(message: Message, content: RecordDict, **other: object) -> Message:
-    """Return a copy of a message with new ``content``, and with new metadata from ``other``."""
+    """Return a copy of a message with new ``content``; ``other`` replaces fields of metadata."""
     metadata = _copied(message.metadata)
     vars(metadata).update({f"_{name}": value for name, value in other.items()})
     return _message(metadata, content)

@@ -99,9 +99,9 @@ def charge(
 ) -> None:
     """Charge a round to the run's budget before the server asks any client.
 
-    ``after`` counts the participations as if every client of the round had answered already.
-    ``answered`` is the mechanism of the query whose answer the round releases; None for a training
-    round. If the budget is for this run alone, only check the budget, and write nothing.
+    ``after`` counts the participations as if every client of the round had answered already. In a
+    round that answers a query, ``answered`` is the query's mechanism; in a training round it is
+    None. If the budget is for this run alone, only check the budget, and write nothing.
     """
     mechanism, budget = run.mechanism, run.spending.budget
     if budget is None:

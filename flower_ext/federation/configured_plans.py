@@ -1,4 +1,4 @@
-"""Build a run's sampling and its privacy plan from its settings; apps use them by `configured`."""
+"""Build a run's sampling and privacy plan from its settings; apps import them from `configured`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def release_plan(
     Without a ``noise_multiplier`` above 0, the function chooses the least noise with which the run
     spends at most ``epsilon``. The setting ``calibration`` says which bound on ε counts: the
     provable one or the published one. A ``delta`` of 0 means 1 / ``clients``; with ``of_users``,
-    the plan gets ``delta`` unchanged.
+    ``delta`` has no such default.
 
     Parameters
     ----------
@@ -195,14 +195,14 @@ def _secure_scores(
         expected = f"aggregation='secure', {why}"
         raise unfit(settings, "evaluation", expected, beside="aggregation")
     if every < 1:
-        raise unfit(settings, "evaluation", "1 or more", beside="evaluate_every")
+        raise unfit(settings, "evaluation", "evaluate-every >= 1", beside="evaluate_every")
     evaluations = -(-settings.rounds // every)
     if not multiplier:
         if (epsilon := settings.target) is None:
             raise UnfitSetting(
-                f"run-config evaluation-noise-multiplier={multiplier!r} without epsilon: expected "
-                "a number > 0, or also an epsilon, of which evaluations then spend the part "
-                "evaluation-share"
+                f"run-config evaluation-noise-multiplier={multiplier!r} with noise-multiplier="
+                f"{settings.noise_multiplier!r}: expected a number > 0; or set noise-multiplier=0 "
+                "and an epsilon, of which evaluations then spend the fraction evaluation-share"
             )
         multiplier = calibrate_noise_multiplier(
             epsilon=settings.evaluation_share * epsilon,

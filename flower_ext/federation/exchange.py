@@ -61,7 +61,7 @@ class Clients:
     def connect(
         self, grid: Grid, population: int, *, mods: bool = False, absent: Collection[int] = ()
     ) -> Roster:
-        """Return the roster of nodes; at the first call, wait until the nodes are connected."""
+        """Return the roster of nodes; at the first call, make it by `Roster.connect`."""
         self.grid = grid
         if not self.roster.nodes:
             with unlogged(*_EXPECTED):

@@ -61,7 +61,7 @@ def failed(app: ClientApp | Mod, message: Message, context: Context, error: Exce
 def hidden(permitted: bool) -> Iterator[None]:
     """If the block raises an error, log it on the client and continue after the block.
 
-    A block that ends with ``return`` thus continues only if its error was hidden.
+    If the block ends with ``return``, code after the block runs only if an error was hidden.
     ``permitted`` is True if the client's protection hides errors. If it is False, raise the error
     nevertheless. Raise a `tellable` error in any case, because it depends on no data.
     """

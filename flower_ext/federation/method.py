@@ -298,7 +298,7 @@ class Method(Checked):
         return mechanism.mean_noise_stddev
 
     def with_average(self, model: Arrays, state: State, previous: State) -> State:
-        """Return ``state`` with the average in ``previous``, if any, after ``model`` is added."""
+        """Return ``state`` with the average of ``previous``, if any, updated by ``model``."""
         if self.average is None:
             return state
         # A method's `step` may return a state without the average, so take it from ``previous``.

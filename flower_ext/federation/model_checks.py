@@ -84,7 +84,8 @@ def refuse_tied(record: ArrayRecord) -> None:
     """Refuse initial arrays in which one parameter has two names, as tied parameters have.
 
     Noise would make the two arrays differ, and norms would count the parameter twice. Arrays do not
-    show that they are tied, so the function looks for arrays with equal random numbers.
+    show that they are tied, so the function looks for arrays with equal random numbers. It only
+    logs a warning if the two names differ in nothing but numbers, as in copies of a layer.
     """
     first: dict[tuple[str, tuple[int, ...], bytes], str] = {}
     for name, array in to_arrays(record).items():

@@ -24,8 +24,8 @@ _PER_NODE, _SLOTS, _KINDS = "clients-per-node", "slot", "type"
 _CODES, _REASONS = "error-code", "error-reason"
 """Entries of a reply: each client's error; the code 0 stands for none."""
 _RECORDS = "records"
-"""Entry of requests and of replies: for each client, a text with a line for each of its records,
-which holds the record's number and name."""
+"""Entry of requests and of replies: for each client, a text. Each line of the text holds the number
+and the name of one of the client's records."""
 
 
 def pack(

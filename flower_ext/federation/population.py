@@ -56,7 +56,7 @@ class Population:
     """
 
     repeats = True
-    """False if a repeated round draws other units than the first attempt, whatever the seed."""
+    """True if a seed makes a repeated round use the same units as the first attempt."""
     shows_users = False
     """True if the server knows how many users a round draws, and reports that."""
 

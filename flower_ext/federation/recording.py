@@ -280,7 +280,7 @@ class recorded:
             The directory holds a run with a different plan, model or strategy. The message names
             the differences.
         InvalidValue
-            The run in the directory is complete, or the directory holds other files.
+            The directory holds a complete run of ``num_rounds`` or more rounds, or other files.
         InUse
             Another process writes to the directory.
         """

@@ -38,8 +38,7 @@ def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models:
     Refuse an update whose arrays differ from those of ``base`` in names, shapes or dtypes.
 
     If ``trust_models`` is True, accept a whole model (record ``arrays``) in place of an update, so
-    that any ClientApp can take part. Set it only if the server bounds the updates and adds the
-    noise.
+    that any ClientApp can take part. Set it only if the plan asks no client to protect its upload.
     """
     if isinstance(reply, UploadReply) and (update := reply.update) is not None:
         return Update(_checked(update.arrays, base), _checked_metrics(update.metrics.items()))

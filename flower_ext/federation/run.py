@@ -147,7 +147,7 @@ class Run:
             self.summation.mechanism = replace(mechanism, strategy=self.noise_stream.matrix)
 
     def _noise_folder(self) -> StateFolder | None:
-        """Return the folder that keeps the noise of earlier rounds; None if only memory does."""
+        """Return the folder for the noise of earlier rounds; None if the noise is not on disk."""
         if self.directory is None or self.repeats:
             return None
         path = self.options.state_key_file

@@ -42,7 +42,7 @@ class Spending:
 
     @property
     def account(self) -> Path | None:
-        """Path of the account shared by all runs on a population; None before the first charge."""
+        """Path of the account shared by all runs on a population; None if no such file exists."""
         path = None if self.budget is None else self.budget.ledger
         return path if path is not None and path.is_file() else None
 

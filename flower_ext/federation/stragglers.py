@@ -75,8 +75,8 @@ class Stragglers(Checked):
 def shortened(training: LocalTraining, progress: float | None) -> LocalTraining:
     """Return ``training`` with only those epochs that a straggler completes.
 
-    ``progress`` is in [0, 1) (see `Stragglers.draw`), or None if the client does not straggle. The
-    function returns ``training`` unchanged if it has fewer than two epochs or is counted in steps.
+    ``progress`` is in [0, 1) (see `Stragglers.draw`), or None if the client does not straggle.
+    Training of fewer than two epochs, or counted in steps, keeps its length.
     """
     if progress is None or training.epochs < 2:
         return training

@@ -181,10 +181,10 @@ class Ledger(LedgerFile):
         server_round : int
         identity : int, optional
             A number for a release with seeded noise, which a resumed run may repeat bit for bit.
-            Two releases may have the same number only if all their bits are equal. If the file
-            already held a release when the ledger was opened, the ledger notes the first repetition
-            of this release without counting it, because a repetition reveals nothing new. Under
-            secure noise, pass None, because every release is then new.
+            Two releases may have the same number only if all their bits are equal. Each release
+            that the file held when the ledger was opened may be repeated once: the ledger does not
+            count the repetition, because it reveals nothing new. Under secure noise, pass None,
+            because every release is then new.
 
         Raises
         ------

@@ -66,4 +66,4 @@ class RunSummary:
     not_covered: Sequence[str] = ()
     """Values that leave the clients and that the guarantee does not cover."""
     group_size: int | None = None
-    """Largest number of one user's records that all silos together use; None without a limit."""
+    """Largest number of one user's records that all silos together use; None if not known."""

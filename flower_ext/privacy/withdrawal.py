@@ -26,13 +26,13 @@ WITHDRAWN, FORGOTTEN = "withdrawn", "forgotten"
 def withdraw(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> list[dict[str, Any]]:
     """Record in a study's account that units withdraw; return all entries of the account.
 
-    ``numbers`` are numbers of users, or partitions of clients. Give several numbers to withdraw a
-    person whom silos know by different numbers. A unit that has already withdrawn is not recorded
+    ``numbers`` are numbers of users, or partition ids of clients. Give several numbers to withdraw
+    a person whom silos know by different numbers. A unit that has already withdrawn is not recorded
     again.
     """
     if not path.is_file():
         raise InvalidValue(
-            f"ledger={path}: no such file; expected the account of a study, which its setting "
+            f"ledger={path}: no such file; expected the account that the study's setting "
             "budget-ledger names"
         )
     with closing(LedgerFile(path, wait=True)) as account:
@@ -61,7 +61,7 @@ def withdrawn(entries: Sequence[Mapping[str, Any]]) -> frozenset[int]:
 
 
 def forgotten(entries: Sequence[Mapping[str, Any]]) -> frozenset[int]:
-    """Return the numbers of the clients whose memory is deleted, as their nodes confirmed."""
+    """Return the numbers of the clients whose nodes confirmed that they deleted their memory."""
     return frozenset(entry["number"] for entry in entries if entry["kind"] == FORGOTTEN)
 
 

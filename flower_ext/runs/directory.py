@@ -4,7 +4,7 @@
 file                   content
 =====================  ====================================================================
 ``run.json``           configuration, versions, starts and status
-``metrics.jsonl``      metrics, one line per round
+``metrics.jsonl``      metrics, one or two lines per round
 ``missing.jsonl``      clients that gave no usable answer to a request
 ``ledger.jsonl``       the ledger of releases
 ``guarantee.json``     guarantees
@@ -13,7 +13,8 @@ file                   content
 ``use.json``           what a client needs to build its own model from the global one
 ``checkpoints/``       state from which the run can be resumed
 ``secrets/``           state of correlated noise, which only the server may know
-``report.md, .html``   the report
+``state/``             memory of the clients of a simulation, such as personal models
+``report.md, .html``   the report, with its figures in ``figures/``
 =====================  ====================================================================
 
 Only the server's operator may read the files (mode 0600), except the model. The files reveal which

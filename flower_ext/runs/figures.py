@@ -44,7 +44,7 @@ class Chart:
     """The runs of each label. A line has a point for each round that all its runs measured."""
     xlabel: str = "round"
     against: Mapping[str, Sequence[Line]] = field(default_factory=dict)
-    """Values of the same runs. The horizontal axis shows the mean value in place of the round."""
+    """Another metric of the same runs, whose mean the horizontal axis shows in place of rounds."""
     labels: Sequence[str] = ()
     """Labels of all charts of a page, so that a label has the same colour in all of them."""
     log: bool = False
@@ -130,7 +130,7 @@ def _of_one_run(title: str, ylabel: str, lines: Mapping[str, Line]) -> Chart:
 
 
 def qualities(rounds: Rounds, clients: Iterable[Mapping[str, float]]) -> list[str]:
-    """Return the names of scores to draw: the accuracy, and all reported scores except losses."""
+    """Return the names of scores to draw: accuracy, and what most clients report, except losses."""
     tail = "_worst_decile"
     names = {name for row in rounds for name in row if name.endswith(tail)}
     names = {"accuracy", *(name.removesuffix(tail) for name in names)}
@@ -139,7 +139,7 @@ def qualities(rounds: Rounds, clients: Iterable[Mapping[str, float]]) -> list[st
 
 
 def _unused(name: str, files: Collection[str]) -> str:
-    """Return ``name`` in plain characters, without suffix; add a number if ``files`` has it."""
+    """Return a file's stem: ``name`` in plain characters, and a number if ``files`` has it."""
     safe = re.sub(r"[^\w-]", "_", name, flags=re.ASCII)[:100]
     used = {file.lower() for file in files}
     stems = chain([safe], (f"{safe}-{number}" for number in count(2)))

@@ -3,8 +3,9 @@
 On a CPU, a label or a word that is out of range raises an error that concerns one client only. On
 an accelerator, such an error ends all further computation of the process, so one record would stop
 every client. Examples are therefore checked before they reach an accelerator. To find the accepted
-integers, this module calls the model and the loss on the CPU, on an example that consists of zeros
-and one other integer, so that no record changes which integers another client may use.
+integers, this module calls the model and the loss on the CPU, on examples of zeros in which one
+tensor consists of the integer to test, so that no record changes which integers another client may
+use.
 
 A task accepts non-negative integers up to some limit, for example the length of a table. It may
 also accept a few negative integers, which mark labels or words to leave out. The limits that this
@@ -32,8 +33,8 @@ from flower_ext.training.task import Task, TrainingKind, kind_of
 log = getLogger("flwr")
 
 _MARKS = 16
-"""At most this many negative integers are tried one by one. Some, such as -100, mark labels that a
-loss ignores."""
+"""Most negative integers of a tensor to try one by one; if there are more, all are refused. Some,
+such as -100, mark labels that a loss ignores."""
 
 
 class IndexLimits:

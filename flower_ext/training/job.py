@@ -68,11 +68,12 @@ class LocalTraining(Checked):
         ``"AdamW"``. It starts afresh in every local training, with torch's defaults. Methods
         whose theorem or control variate assumes steps of SGD refuse other optimisers.
     weight_decay : float
-        Weight decay of an optimiser other than SGD.
+        Weight decay of an optimiser other than SGD; 0 takes torch's default, 0.01 for AdamW.
     tolerance : float
         If above 0, training finds the exact minimiser: a point where the norm of the gradient
-        is at most this number (see `newton`). Training then ignores all settings above except
-        ``proximal_weight``. Set it only for small strongly convex problems.
+        is at most this number (see `newton`). ``sam_radius`` and ``optimizer`` must then keep their
+        defaults, and of the other settings only ``proximal_weight`` has an effect. Set a tolerance
+        only for small strongly convex problems.
     """
 
     epochs: CountOrZero = 2
@@ -192,7 +193,8 @@ def fewest_rows(task: Task, examples: Examples, batch_size: int) -> int:
     """Return the least number of rows that a mini-batch may have.
 
     The result is 1. It is 2 if the last mini-batch would have a single row and the model refuses a
-    single row, as batch normalisation does in training. No value of an example matters.
+    single row, as batch normalisation does in training. Such a model is refused if ``batch_size``
+    is 1. No value of an example matters.
     """
     if batch_size > 1 and len(examples) % batch_size != 1:
         return 1

@@ -5,10 +5,10 @@ which is the gradient of the loss with respect to the layer's output. Where it i
 store this product, the module computes the gradient's norm, and weighted sums over examples, from
 the two factors (book-keeping and ghost norms, Li et al. 2022; Bu et al. 2023).
 
-Norms and sums are in float64, so that rounding lets no example count for more than the clipping
-norm, however many examples or parameters there are. Opacus' ghost clipping takes a second backward
-pass and computes norms in single precision. For layers where this module is not faster, it uses
-Opacus' functions for single examples' gradients.
+Norms and sums accumulate in float64, so that rounding lets no example count for more than the
+clipping norm, however many examples or parameters there are. Opacus' ghost clipping takes a second
+backward pass and computes norms in single precision. For layers where this module is not faster, it
+uses Opacus' functions for single examples' gradients.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from flower_ext.training.models.validation import objections, opacus
 from flower_ext.training.params import flat_rows
 
 _CANCELLED = 2e-6
-"""Margin for terms that cancel: a norm grows by at least this share of Σ_t ‖s_t a_tᵀ‖ (`Products`).
+"""Margin for terms s_t a_tᵀ that cancel (`Products`): a norm grows by at least this share of
+Σ_t ‖s_t a_tᵀ‖.
 
-After clipping to C, an example's terms s_t a_tᵀ therefore have norms whose sum is at most C/share.
-Rounding in float64 then changes the sum of these terms by far less than C.
+After clipping to C, an example's Σ_t ‖s_t a_tᵀ‖ is therefore at most C/share, and rounding in
+float64 changes Σ_t s_t a_tᵀ by far less than C.
 """
 _HUGE = 1e200
 """A square above this counts as infinite. Otherwise it might be multiplied by a square that

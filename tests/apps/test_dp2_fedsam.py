@@ -216,7 +216,7 @@ def test_settings_of_secure_evaluations_that_do_not_fit_are_refused_by_name(tmp_
         ({"aggregation": "plain"}, "evaluation='secure' with aggregation='plain'"),
         ({"evaluate_every": 0}, "evaluation='secure' with evaluate-every=0"),
         ({"evaluation_share": 1.0}, r"evaluation-share=1.0: expected a number in \(0, 1\)"),
-        ({"noise_multiplier": 1.0}, "evaluation-noise-multiplier=0.0 without epsilon"),
+        ({"noise_multiplier": 1.0}, "evaluation-noise-multiplier=0.0 with noise-multiplier=1.0"),
         ({"method": "fedavg"}, "with method='fedavg'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -21,7 +21,7 @@ USER = PrivacyUnit.USER
 
 def test_only_a_participant_of_the_study_can_withdraw(tmp_path: Path):
     path = tmp_path / "study.jsonl"
-    with pytest.raises(InvalidValue, match="expected the account of a study"):
+    with pytest.raises(InvalidValue, match="expected the account that the study's setting"):
         withdrawal.withdraw(path, USER, [7])
     new = Charge(
         run="a",

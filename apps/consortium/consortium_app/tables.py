@@ -48,8 +48,8 @@ def num_users_of(settings: Settings) -> int:
         return settings.num_users
     if settings.dataset == "files":
         raise UnfitSetting(
-            "run-config num-users=0 with dataset='files': expected the number of people, as "
-            "`flower-ext link` prints it"
+            "run-config num-users=0 with dataset='files': expected the total that "
+            "`flower-ext link union` prints, or the number of buckets"
         )
     if settings.dataset == "invented":
         return INVENTED_PEOPLE

@@ -1,1 +1,1 @@
-"""One Flower app for training alone, together with privacy, and together without privacy."""
+"""One Flower app: clients train alone, together with privacy, or together without privacy."""

@@ -17,9 +17,9 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
+import transformers
 from torch.nn.functional import cross_entropy
 
-from flower_ext.training.models.hugging_face import libraries
 from private_lm_app.python_text import public_text
 
 log = getLogger("flwr")
@@ -35,7 +35,7 @@ RECIPE: dict[str, Any] = {
     "attention_dropout": 0.0,
 }
 TARGETS = "lm_head,query_key_value,dense,dense_h_to_4h,dense_4h_to_h"
-"""Layers with adapters: all linear layers, and the head, because code needs other bytes than prose.
+"""Layers with adapters: all linear layers, and the head, because code and prose differ in bytes.
 """
 STEPS, BATCH, TOKENS, LEARNING_RATE = 600, 32, 64, 4e-3
 
@@ -62,7 +62,6 @@ def _digest(steps: int) -> str:
 
 
 def _train(folder: Path, steps: int) -> None:
-    _, transformers = libraries("base=''")
     tokenizer = transformers.ByT5Tokenizer(extra_ids=0)
     tokenizer.save_pretrained(folder)
     config = transformers.GPTNeoXConfig(

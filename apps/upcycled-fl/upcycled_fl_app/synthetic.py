@@ -167,7 +167,8 @@ def locate(kind: str, folder: Path | None) -> Path | None:
 def read(path: Path) -> list[ClientData]:
     """Read the devices of one of the authors' files.
 
-    The file is an .npz with the arrays x, y and client for training, and the same three for tests.
+    The file is an .npz with the arrays ``x_train``, ``y_train`` and ``client_train``, and with
+    ``x_test``, ``y_test`` and ``client_test``.
     These data sets have two classes, although the paper says ten.
 
     Returns

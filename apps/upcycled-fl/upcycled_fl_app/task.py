@@ -69,8 +69,8 @@ def model_name(settings: Settings) -> str:
 def loss_of(settings: Settings) -> LocalObjective:
     """Return the properties of the model's loss that objective perturbation needs.
 
-    The bounds on the loss hold only for features of norm at most 1. Without ``unit-features`` the
-    result therefore has no bounds.
+    The bounds on the loss hold only for features of norm at most 1. Without ``unit-features``, all
+    bounds of the result are therefore infinite.
     """
     loss = LOSSES.get(model_name(settings), LocalObjective())
     if settings.unit_features:

@@ -18,7 +18,7 @@ The Flower nodes are the silos, and all of them take part in every round. The pl
 users; each round uses the same sample of users in every silo. A user's mini-batches depend only on
 that user's number and records.
 
-Under a plan with secure sums, the silos are the members of the sum. With a `weighted_sum`, no party
+Under a plan with secure sums, the secure sum runs over the silos. With a `weighted_sum`, no party
 learns the weights n_{s,u}/N_u. The module `silo_training` trains a silo's users.
 """
 

@@ -92,6 +92,6 @@ class UldpNaive(Method):
     def claims(
         self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
     ) -> list[Guarantee]:
-        """Return Theorem 3, and the provable guarantees against a server that sees each upload."""
+        """Return Theorem 3 and the provable guarantees, against sums and against single uploads."""
         sums = sums_of_users(super().mechanism(plan))
         return uldp_naive_guarantees(sums, run)

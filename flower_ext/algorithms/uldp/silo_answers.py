@@ -22,7 +22,7 @@ MOST_RECORDS = 2**40
 
 
 def answer_server(question: Question) -> Params:
-    """Tell the server whether this silo would train its users one by one instead of in batches.
+    """Tell the server, for the guarantee, whether this silo trains its users one by one.
 
     The silo sends two further facts only if the server asks for them: each user's number of
     records, and the fingerprint of the key from which silos draw users.

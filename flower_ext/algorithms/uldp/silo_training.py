@@ -105,7 +105,7 @@ def add_users(
 ) -> list[None]:
     """Train all users of several silos, and add each update to the total of its silo.
 
-    The function holds the updates of one batch at a time.
+    This is the ``solve`` of a `Training`. It holds the updates of one batch at a time.
     """
     for silo, users, rows in users_updates(task, jobs, trained=trained, memory_limit=memory_limit):
         jobs[silo].total.add(users, rows)

@@ -217,8 +217,8 @@ class Memory(Enum):
     """Updates depend on the memory. An example is the personal head of DP²-FedSAM."""
     MIRRORED = "mirrored"
     """Updates depend on the memory, and the server holds a counterpart of it. Examples are
-    SCAFFOLD's c and FedDyn's h. If the server did not use a reply, the client forgets the memory
-    that it stored with the reply.
+    SCAFFOLD's c and FedDyn's h. A training message names the last round whose reply the server
+    used; the client forgets the memory that it stored in later rounds.
     """
 
 

@@ -39,10 +39,9 @@ def used_model(work: ClientWork) -> Steps[Params]:
 
 
 def scores_of(work: ClientWork, *, training: bool) -> Steps[dict[str, float]]:
-    """Return the scores of the client's model on its test examples, by name.
+    """Return the scores of the client's model on its test examples, if there are any, by name.
 
-    The result is empty if the client has no test examples.
-    With ``training``, the scores include the loss on the client's training examples.
+    With ``training``, the result includes the loss on the client's training examples.
     """
     model = yield from used_model(work)
     scores = _scores(work, model, work.data.test)

@@ -42,7 +42,7 @@ class NodePolicy:
       standard deviation, in clipping norms, of the noise that the client itself adds: to its
       upload, or under `ClipSteps` to the sum of each step. The client also refuses noise that is
       not Gaussian, such as objective perturbation, because such noise has no noise multiplier.
-      Evaluations need no noise.
+      The limit covers queries, but not evaluations in the clear.
     * ``require-secure-sum=true``: the client sends values that depend on its data only in secure
       sums.
     * ``keep-memory=true``: the client refuses if the server asks it to delete what it remembers.
@@ -112,8 +112,8 @@ class NodePolicy:
         # although the two are meant to be equal.
         if multiplier is not None and not multiplier >= least * (1 - _ROUNDING):
             raise PermissionError(
-                f"the server asks for a noise multiplier of {multiplier:g} on this client's "
-                f"upload: the owner of this node requires least-noise-multiplier={least:g}"
+                f"the server asks for a noise multiplier of {multiplier:g} on this client: the "
+                f"owner of this node requires least-noise-multiplier={least:g}"
             )
 
     def check_way_out(self, message: str, *, in_sum: bool) -> None:

@@ -85,7 +85,8 @@ class StateFolder:
     def read(self, name: str) -> bytes | None:
         """Return a file's content, or None if there is no such file.
 
-        Raise `Damaged` if the file was altered, moved or encrypted with another key.
+        Raise `Damaged` if the file is encrypted but the folder has no key. With a key, raise it
+        also if the file was altered or moved, or is not encrypted with this key.
         """
         file = self.path / name
         try:

@@ -206,7 +206,7 @@ class ClientVault:
 
 
 def forget_client(context: Context, runs: Sequence[str]) -> None:
-    """Delete what a client keeps of ``runs``: the memory of all methods, and its keys.
+    """Delete a client's memory of ``runs``, for all methods, and its keys of the current run.
 
     Permanent records stay, because they record the client's actions and nothing about its data. If
     there is no folder, the function deletes only what the context's state holds, that is, the

@@ -136,8 +136,8 @@ class OpenMaskedSum(OpenSum):
     def close(self) -> Aggregate:
         """Unmask the sum with the clients' help, and release its mean.
 
-        Discard the round if too few clients answered in one of the stages. Nobody then learns any
-        part of a sum. Also discard the round if the sum is larger than a sum of honest clients can
+        Discard the round if too few clients answered in one of the stages. The server then cannot
+        unmask a sum. Also discard the round if the sum is larger than a sum of honest clients can
         be.
         """
         try:

@@ -42,7 +42,7 @@ class Opening:
     cohort : Cohort
         The clients that the server will ask to contribute.
     number : int
-        Number of the training round, or of the evaluation.
+        Number of the training round, or of the answer to a query.
     server_round : int
         Round number that the messages carry.
     noise : NoiseSource
@@ -80,8 +80,8 @@ class UploadCounts(NamedTuple):
 class OpenSum(ABC):
     """The sum of one round.
 
-    Call `read` for each reply when it arrives. When all replies are there, call `add` for each
-    contribution that `read` returned, in the order of partitions, and then `close`.
+    Call `read` for each reply when it arrives, `add` for each contribution that `read` returned, in
+    the order of partitions, and then `close`.
 
     Attributes
     ----------

@@ -87,8 +87,8 @@ def joint_loss(
     """Bound (ε, δ) of releases together with mechanisms whose (ε, δ) is all that is known.
 
     ``spends`` are the (ε, δ) of these mechanisms. If their δ's add up to more than ``delta``, the
-    resulting ε is infinite. The function returns the smaller of two bounds, or the first bound if
-    PLD does not cover a release:
+    resulting ε is infinite. The function returns the smaller of the two bounds below. If PLD does
+    not cover a release, it returns the bound of basic composition:
 
     * Basic composition subtracts the mechanisms' δ's from ``delta``, computes ε of the releases at
       the remaining δ, and adds the mechanisms' ε's.
@@ -132,9 +132,9 @@ def with_approximation_error(
     imagined runs lie between them, so the proof goes from A to E in four steps:
 
     * A: the real run with the unit;
-    * B: exact sums with the unit, except for the unit's trace;
+    * B: as A, but the unit's trace is the only error of the sums;
     * C: as B, but the unit contributes nothing except its trace;
-    * D: exact sums without the unit and its trace;
+    * D: as C, but without the trace, so the sums are exact sums without the unit;
     * E: the real run without the unit.
 
     The accountant's loss (ε₁, δ₁) covers the step from B to C. In each of the three other steps,

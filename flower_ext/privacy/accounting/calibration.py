@@ -141,7 +141,7 @@ def calibrate_sampling_rate(
     noise_multiplier: float,
     rounds: int,
 ) -> float:
-    """Return the largest Poisson sampling rate that meets the target.
+    """Return the largest Poisson sampling rate that meets the target, or raise `TargetOutOfReach`.
 
     The result may be too small by a thousandth of itself, but it is never too large.
     """

@@ -148,7 +148,7 @@ class Release(Checked, JsonRecord):
         return gaussian
 
     def under(self, relation: NeighboringRelation) -> Release:
-        """Return a release that has the same loss under another relation.
+        """Return a release under another relation, with the noise that gives it the same loss.
 
         Call it only for a release that sampling does not amplify.
         """

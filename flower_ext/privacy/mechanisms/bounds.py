@@ -41,8 +41,8 @@ from flower_ext.privacy.mechanisms.updates import (
 
 _MARGIN = 1.0 - 1e-9
 """Factor that leaves room for rounding in float64, in any order of summation. It covers the norm of
-up to 10⁷ numbers (2⁻⁵⁴ each). It also covers a sum of up to a thousand units of equal length, in
-which one unit changes the rounding of all others (2⁻⁵² n² in all, for n units)."""
+up to 10⁷ numbers (2⁻⁵⁴ each). It also covers a sum of up to a thousand updates of equal norm, in
+which one update changes the rounding of all others (2⁻⁵² n² in all, for n updates)."""
 
 
 class UnitSum(Protocol):

@@ -93,14 +93,15 @@ class StrategyMatrix:
     Parameters
     ----------
     bands : tuple of float
-        bands_1, bands_2, …
+        bands_1, bands_2, …, below the diagonal.
     weights, decays : tuple of float
         Weights and decays of the sum over l. The server keeps one model-sized vector per decay.
 
     Raises
     ------
     InvalidValue
-        A coefficient is negative or larger than the one before it, or a decay is not in [0, 1).
+        Bands are negative or rise, bands_1 + Σ_l weights_l is above 1, a weight is negative, or a
+        decay is not in [0, 1).
     """
 
     bands: tuple[float, ...] = ()
@@ -212,8 +213,8 @@ class CorrelatedNoise(Checked):
         Number of decaying buffers. With two buffers, the noise in the models is already within a
         tenth of the optimum. The server keeps ``buffers`` + 1 vectors of the model's size.
     bands : int
-        Number of bands. If it is above 0, the noise uses bands and no buffers, and the server keeps
-        ``bands`` − 1 vectors.
+        Number of bands, with the diagonal. If it is above 0, the noise uses bands and no buffers,
+        and the server keeps ``bands`` − 1 vectors.
     momentum : float
         μ of the server's `Sgd`. Momentum averages out noise whose sign changes from round to round,
         so the best matrix for a server with momentum cancels more of a round's noise. The guarantee

@@ -10,8 +10,8 @@ releases whole multiples of a public grid g, a power of two. The argument:
 4. v/g is split into a whole number and a remainder of at most one half. Both are exact, because g
    is a power of two. Only the remainder is added to the noise before rounding.
 5. Whole numbers below 2⁵³ add up without error in float64; a value above 2⁵² g is refused.
-6. g is 2⁻¹⁹ to 2⁻¹⁸ of the run's σ, which is public. A client's share of σ may depend on the size
-   of the cohort, which may be secret; g depends on the whole σ only.
+6. g is 2⁻¹⁹ to 2⁻¹⁸ of the σ of a sum's noise, which is public. A client's share of σ may depend on
+   the size of the cohort, which may be secret; g depends on the whole σ only.
 7. NumPy draws Z from 256 layers of 2⁵² equidistant points each, and every cell of the grid contains
    at least 2³¹ points of a layer. So every cell has its Gaussian probability to a relative 2⁻²⁹.
    (The tails are less exact, but their probability is too small to matter.) d numbers are within

@@ -106,15 +106,15 @@ class ReleaseTerms(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedSums:
-    """The secure sums of all rounds: their members, their grid and their noise."""
+    """The secure sum of a round: its members, its grid and its noise."""
 
     parameters: SumParameters
     cell: float
-    """Step (cell) of the grid on which the sums are computed, the same in every round."""
+    """Step (cell) of the grid on which the sum is computed."""
     share_stddev: float
     """Standard deviation of one client's share of the discrete Gaussian noise."""
     bits: int
-    """Number of bits of the ring: enough for a sum over the whole population."""
+    """Number of bits of the ring: enough for a sum over the largest possible cohort."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +213,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     @property
     def noise_grid(self) -> float:
-        """Step of the grid on which all noised uploads and sums lie, the same in every round.
+        """Step of the grid on which all noised uploads of a round, and their sum, lie.
 
         A client's share of the noise depends on the cohort size, which may be secret; the grid does
         not. Sums of numbers on the grid lie on the grid as well.
@@ -238,7 +238,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     @property
     def masked(self) -> MaskedSums | None:
-        """The secure sums that hide single uploads; None without a `SecureSum`."""
+        """The secure sum that hides single uploads; None without a `SecureSum`."""
         if self.secure_sum is None:
             return None
         cell = cell_of(self.noise_stddev)
@@ -326,7 +326,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         return dict(counts)
 
     def spent(self, run: RunSummary) -> dict[str, float]:
-        """Return ε against an adversary that sees the released models."""
+        """Return ``epsilon_provable``, against an adversary that sees the released models."""
         loss = privacy_loss_of(self.releases(run.participations), delta=self.delta)
         return {"epsilon_provable": loss.epsilon}
 

@@ -36,8 +36,8 @@ class Protection:
     bounds_models: ClassVar[bool] = False
     """True if the client bounds and noises its whole model instead of its update."""
     bounds_uploads: ClassVar[bool] = True
-    """True if the whole upload is bounded. No bit of the upload may then depend on other clients
-    that train in the same batch."""
+    """True if the whole upload is bounded. No bit of the upload may then depend on other clients,
+    even if several clients train in one batch."""
     num_examples: int | None = None
     """Number of training examples that a client must have; None if any number will do."""
     hides_failures: ClassVar[bool] = True
@@ -120,7 +120,7 @@ class ClipAndNoise(_Noised):
         nothing clips the sum.
     noise_grid : float, optional
         Step of the grid to which an upload without ``cell`` is rounded; it must be the same for all
-        clients and rounds. By default `noise_grid` of ``noise_stddev``.
+        clients of a round. By default `noise_grid` of ``noise_stddev``.
     adaptive_norm, side_weight : float, optional
         C and κ of `adaptive_clipping`. If they are given, the upload includes κ·side, a number that
         says whether the update is longer than C.
@@ -303,7 +303,7 @@ def _unfit_bound(bound: str, expected: str) -> InvalidValue:
 
 
 Perturbation = OutputPerturbation | ObjectivePerturbation
-"""A perturbation that a client applies to its model before sending it."""
+"""A perturbation of a client's trained model, or of the objective of its training."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ _ROOM = 4
 """A norm that is too large is scaled to this many cells below the bound, as room for rounding."""
 _TRIES = 8
 _MARGIN = 1.0 - 1e-9
-"""Tolerance for rounding of a weight and of a norm in float64. The result is checked exactly."""
+"""Factor that leaves room for rounding of weights and norms in float64. A check is exact."""
 _TOGETHER = 2**18
 """Largest number of values that are rounded at a time, so that memory stays bounded."""
 
@@ -66,8 +66,8 @@ def check_cell(cell: float, clipping_norm: float) -> None:
     if math.frexp(cell)[0] != 0.5 or not 1 <= clipping_norm / cell <= _MOST_CELLS:
         raise InvalidValue(
             f"noise multiplier near {cell * 2**_PER_STDDEV / clipping_norm:.2g} in secure sums: "
-            "expected one from 2**-13 to 2**15, because uploads are rounded to multiples of a "
-            f"power of two, here {cell!r}, from 2**-30 to 1 times the clipping norm"
+            f"expected one from 2**-13 to 2**15, because the step of the grid, here {cell!r}, must "
+            "be a power of two, and the clipping norm from 1 to 2**30 steps long"
         )
 
 

@@ -24,7 +24,11 @@ class RoundDiscarded(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregate:
-    """A released average, the number of replies in it, and the noise that the server added."""
+    """A released average, and the number of replies in it.
+
+    ``topped_up_stddev`` is the stddev of the noise that the server added to the sum in place of
+    clients that did not answer.
+    """
 
     value: dict[str, Any]
     answered: int
@@ -42,7 +46,7 @@ class NoisedValue:
     stddev: float
     """Standard deviation of the noise in each coordinate of the value."""
     upload_stddev: float
-    """Standard deviation of the noise in a single upload; 0 if the server sees no single upload."""
+    """Stddev of the noise in one upload; 0 if the server adds the noise, or sees only sums."""
     per_round: int = 1
     """Number of such values in a round that depend on the same unit."""
 
@@ -145,7 +149,7 @@ class RoundMechanism(ABC):
     def spent(self, run: RunSummary) -> dict[str, float]:
         """Return the published and the provable ε of the rounds so far, for log and figures.
 
-        If several guarantees have one basis, the largest ε counts.
+        If several guarantees have the same basis, the largest ε counts.
         """
         largest: dict[str, float] = {}
         for claim in self.guarantees(run) if run.participations.rounds else ():

@@ -144,7 +144,8 @@ class SecureSum(Checked):
     Raises
     ------
     InvalidValue
-        A fraction is outside [0, 1), or the two add up to 1 or more.
+        A fraction is outside [0, 1), the two add up to 1 or more, or ``signed`` is True and
+        ``resist_equivocation`` False.
     """
 
     colluding: FractionBelowOne = 0.1
@@ -299,9 +300,9 @@ class _Cohort:
         return 2 * threshold - num_neighbors if self.equivocation else threshold
 
     def _succeeds(self, num_neighbors: int, threshold: int) -> bool:
-        """Return True if each remaining member always keeps at least ``threshold`` neighbours.
+        """Return True if each remaining member keeps at least ``threshold`` neighbours.
 
-        This may fail with a probability of at most 2⁻²⁰ in a run.
+        The probability that a run has a member with fewer must be at most 2⁻²⁰.
         """
         others = self.members - 1
         few = _hypergeometric().cdf(threshold - 1, others, others - self.lost, num_neighbors)
@@ -310,7 +311,7 @@ class _Cohort:
     def _is_secure(self, num_neighbors: int, threshold: int) -> bool:
         """Return True if colluders unmask nobody and the honest members' graph stays connected.
 
-        Each of these properties may fail with a probability of at most 2⁻⁴⁰ in a run.
+        The probability that a run violates one of these properties must be at most 2⁻⁴⁰ for each.
         """
         law, members = _hypergeometric(), self.members
         shares = self._shares(num_neighbors, threshold)

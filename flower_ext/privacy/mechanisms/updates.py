@@ -25,9 +25,9 @@ class NonFiniteUpdate(InvalidValue):
 
 
 def check_arrays(update: NamedArrays) -> None:
-    """Refuse an update unless its entries are real floating-point arrays with some elements.
+    """Refuse an update unless all entries are real floating-point arrays, at least one not empty.
 
-    Other entries cannot be bounded and noised. The `TypeError` or `InvalidValue` names the entry.
+    Other entries cannot be bounded and noised, and the `TypeError` names the first of them.
     """
     for name, array in update.items():
         if isinstance(array, np.ma.MaskedArray):  # norms and noise would skip masked elements

@@ -85,7 +85,7 @@ class Claims:
 
 
 def _under(relation: NeighboringRelation, releases: Counts | None) -> Counts | None:
-    """Return the releases with ``relation`` in place of their own relation; the loss is the same.
+    """Return the releases restated under ``relation``, with the same loss.
 
     Return None if ``releases`` is None, or if a release has another relation and its sampling
     amplifies privacy. Amplification is proved only for the release's own relation.
@@ -144,11 +144,11 @@ def _answers(participations: Participations) -> str:
 
 
 def share_words(mechanism: NoisedSum, shares: str, *, uploads: str) -> tuple[str, str, str]:
-    """Return words on clients' shares of the noise, for descriptions of losses to the server.
+    """Return three texts on clients' shares of the noise, for descriptions of losses to the server.
 
-    The first is the number of shares that carry the whole noise; without a secure sum, it is
-    ``shares``. The others end the description of a loss from sums, and of a loss from uploads.
-    ``uploads`` is the pronoun for these uploads.
+    The first names the number of shares that carry the whole noise: ``shares``, unless there is a
+    secure sum. The second ends the description of a loss from sums, and the third that of a loss
+    from uploads. ``uploads`` is the pronoun for these uploads, "it" or "them".
     """
     if mechanism.secure_sum is None:
         return shares, "", ""
@@ -184,7 +184,7 @@ def grid_assumption(mechanism: NoisedSum) -> str:
 
 
 def others_noise(mechanism: NoisedSum) -> tuple[str, ...]:
-    """Return the assumptions about released models if the clients add the noise."""
+    """Return the assumptions under which noise of the clients protects released models."""
     none_of_them = (
         "the adversary is none of the parties that add noise, because such a party could subtract "
         "its own share"
@@ -242,7 +242,7 @@ ONE_ANSWER = (
     "resist_equivocation is off: the server never tells some neighbours that a client answered and "
     "other neighbours that this client was lost; by such a lie, it could see the client's upload"
 )
-"""The assumption about secure sums whose threshold is too low to prevent such lies."""
+"""The assumption about secure sums whose threshold is too low to prevent this lie."""
 HONEST_COUNTS = (
     "all silos and the server follow the protocol: a silo or server that lies about counts voids ε "
     "for the users of all silos, because the sum may then hold an update max_records_per_user times"
@@ -256,7 +256,7 @@ OWN_GRADIENTS = (
     "over a fixed number of records and beside various others, found no exception (evidence, not "
     "proof)"
 )
-"""The assumption about DP-SGD on models for whose layers it is not proved."""
+"""The assumption about the gradients of single records in DP-SGD."""
 AS_INSTRUCTED = "clients train, clip and add noise as instructed"
 PUBLIC_SIZES = "the planned rounds and each client's number of examples are public"
 LOADS = "no single record keeps a client from loading its data (Task.data)"

@@ -49,8 +49,8 @@ def client_level_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guara
     * Sums only: the server knows who took part, so sampling amplifies nothing. The Gaussians of the
       rounds in which a client took part compose. Each Gaussian counts only the noise that clients
       added, because the server knows the noise that it added itself.
-    * Each upload: as for sums, but only the client's own share of the noise protects its upload.
-      If σ is the noise multiplier of the sum, the share has the noise multiplier σ/√cohort.
+    * Each upload: as for sums, but with the client's own share of the noise only. If the sum has
+      the noise multiplier σ, a share has σ/√cohort, or σ/√m in a secure sum of at least m answers.
 
     If the server adds the noise, the last two guarantees have an infinite ε.
 
@@ -125,7 +125,7 @@ def _against_server(
 def _hidden_cohorts(mechanism: NoisedSum, run: RunSummary) -> tuple[str, ...]:
     """Return the assumptions under which sampling amplifies.
 
-    The result is empty if nothing is drawn in secret: all clients take part, or rounds are spaced.
+    The result is empty if nothing is drawn in secret: all clients take part, or they take turns.
     """
     if isinstance(mechanism.sampling, FullParticipation | SpacedSampling):
         return ()

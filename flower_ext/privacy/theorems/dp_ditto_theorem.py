@@ -73,7 +73,7 @@ class ClippedSteps(Checked):
     """The local steps of one client in one round, which clip each record's gradient.
 
     A step moves the model u to u − η (1/B) Σ clip(∇F̂(u; record), G), where F̂ is the loss of a
-    record, the sum is over the step's B records, and η is η_G. A plan adds noise in every step.
+    record, the sum is over the step's records, and η is η_G. A plan adds noise in every step.
     Without noise in the steps, models of neighbouring data sets may move further apart in every
     step after the first.
 
@@ -87,9 +87,9 @@ class ClippedSteps(Checked):
         |D_n|, which is public.
     local_steps : int
     batch_size : int, optional
-        B: number of records per step; by default all records. Smaller batches go through the
-        records in passes, in an order that does not depend on the records' content. Each round
-        begins a new pass.
+        B: most records per step; by default all records. Smaller batches go through the records
+        in passes, in an order that does not depend on the records' content. The last step of a pass
+        may have fewer records. Each round begins a new pass.
     """
 
     learning_rate: Positive
@@ -129,10 +129,10 @@ class ClippedSteps(Checked):
         return self.sensitivity if self.local_steps == 1 else 2 * self.local_steps * self._step
 
     def upload_stddev(self, step_stddev: float) -> float:
-        """Return the stddev, in each weight of the upload, of the noise that all steps added.
+        """Return the stddev, in each weight, of the sum of all steps' noise.
 
-        ``step_stddev`` is the stddev of one step's noise. If the loss is convex, the true value may
-        be smaller, because later steps shrink the noise of earlier steps.
+        ``step_stddev`` is the stddev of one step's noise. If the loss is convex, the upload may
+        carry less noise, because later steps shrink the noise of earlier steps.
         """
         return math.sqrt(self.local_steps) * step_stddev
 

@@ -109,7 +109,7 @@ def lemma_9(
 ) -> tuple[float, float]:
     """Return Lemma 9's smallest ε of a group of 2^``doublings`` records, and its Rényi order α.
 
-    The lemma holds for orders α ≥ 2^(``doublings`` + 1); this function does not check the orders.
+    Lemma 9 holds for α ≥ 2^(``doublings`` + 1); this function skips only α ≤ 2^``doublings``.
     """
     tried = tuple(float(order) for order in orders if order > 2**doublings)
     curve = sampled_gaussian_renyi(silo.noise_multiplier, silo.sampling_rate, tried)

@@ -31,8 +31,8 @@ Below, h' is the number of honest silos in a sum.
 
 With secure sums, users may be drawn by Poisson sampling, although clients may not. The number of
 silos that are asked, the number of shares in a sum and the size of each share depend on n and m
-only, so the noise does not reveal the number of drawn users. The server draws the users and tells
-the silos, so sampling amplifies nothing against a server that sees sums.
+only, so the noise does not reveal the number of drawn users. If the server draws the users, it
+tells the silos, and sampling amplifies nothing against a server that sees sums.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
     noise multiplier of σ/2, even against a server that sees each upload. With secure sums, the
     function returns the same guarantee for sums, whichever silos collude.
 
-    ``mechanism`` is the plan's, with the plan's σ as its noise multiplier. (Do not pass the result
-    of `UldpNaive.mechanism`, which counts all silos' noise and a sensitivity of 2C.)
+    ``mechanism`` is the plan's own mechanism, whose noise multiplier is σ. (Do not pass the result
+    of `UldpNaive.mechanism`, which counts all silos' noise and a sensitivity of 2C|S|.)
     """
     rounds, sigma, delta = run.participations.rounds, mechanism.noise_multiplier, mechanism.delta
     loss = gaussian_loss(sigma / 2, releases=rounds, delta=delta)

@@ -89,7 +89,7 @@ class LocalObjective:
         Largest L2 distance of the trained model from the exact minimiser.
     rounding : float
         Largest L2 distance by which rounding to the model's precision moves a trained model,
-        divided by the model's norm or by the clipping norm, whichever is smaller: 2⁻²⁴ in single
+        divided by the model's norm or by the clipping norm, whichever is larger: 2⁻²⁴ in single
         precision, 2⁻¹¹ in half precision and 2⁻⁸ in bfloat16. It includes the rounding of subnormal
         numbers if this matters.
     memoryless : bool

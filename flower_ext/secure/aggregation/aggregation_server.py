@@ -54,7 +54,7 @@ class ShareFault(Enum):
         "it revealed wrong shares of the secrets of {neighbors}, unless these members sealed "
         "wrong shares"
     )
-    UNFIT = "no secret fits both its shares and what it published, so the round is discarded"
+    UNFIT = "no secret fits both its shares and what it sent before, so the round is discarded"
 
 
 class SumServer:
@@ -69,8 +69,8 @@ class SumServer:
     awaited : type
         Class of the messages that the open stage takes; None after the last stage.
     faults : dict[tuple[int, ShareFault], set[int]]
-        Faults that the server found so far. The key is a member and the fault in its shares. The
-        value holds the members to name as ``{neighbors}`` in the fault's sentence.
+        Faults that the server found so far. A key is a member and the fault in its shares. The
+        value is the set of members to fill in for ``{neighbors}`` in the text of the fault.
     """
 
     def __init__(self, context: RoundContext, graph: Graph) -> None:
@@ -178,7 +178,7 @@ class SumServer:
         """Close the round: remove the masks, and return the sum over `answered`.
 
         Raise an `IncompleteRound` if too few valid shares of a secret arrived, or if the rebuilt
-        secret does not fit the hash or public key that the member published.
+        secret does not fit the hash or public key that the member sent.
         """
         self._require(Revealed)
         self.awaited = None
@@ -253,7 +253,7 @@ class SumServer:
         self.faults[member, ShareFault.UNFIT] = set()
         raise IncompleteRound(
             f"{what} of member {member}: expected shares of a secret that fits the hash or public "
-            "key that the member published; the round is discarded"
+            "key that the member sent; the round is discarded"
         )
 
     def _is_right(self, holder: int, owner: int, revealed: bytes) -> bool:
@@ -265,7 +265,7 @@ class SumServer:
         return published == share_hash(digest, share, owner=owner, holder=holder, kind=kind)
 
     def _fits(self, member: int, kind: bytes, secret: bytes) -> bool:
-        """Return True if a rebuilt secret fits the hash or public key that the member published."""
+        """Return True if a rebuilt secret fits the hash or public key that the member sent."""
         if kind == OF_SEED:
             published = self._shared[member].commitment
             return published == commitment(self._context.digest, secret, member)
@@ -282,7 +282,7 @@ class SumServer:
         return [other for other in self._graph[member] if other in among]
 
     def _close(self, stage: type[Answer], left: set[int]) -> set[int]:
-        """Open the next stage for the members in ``left`` with enough neighbours; return them."""
+        """Open the next stage for the remaining members with enough neighbours; return them."""
         threshold = self._context.threshold
         while few := {m for m in left if len(self._near(m, left)) < threshold}:
             left = left - few  # a member that leaves may leave its neighbours with too few
@@ -290,7 +290,7 @@ class SumServer:
         return left
 
     def _next(self, stage: type[Answer], expected: set[int]) -> None:
-        """Open the stage after ``stage`` for the members that are left, if these are enough."""
+        """Open the stage after ``stage`` for the ``expected`` members, if these are enough."""
         self._require(stage)
         if len(expected) < self._context.least_answers:
             raise IncompleteRound(

@@ -129,9 +129,9 @@ class Invitation(JsonRecord):
 def degree(members: int, num_neighbors: int) -> int:
     """Round ``num_neighbors`` up to a number of neighbours that every member can have.
 
-    The result is the next even number, because members are on a circle, and half of a member's
-    neighbours are on each side of it. If that number is above ``members - 1``, the result is
-    ``members - 1``: every member is then a neighbour of all others.
+    The result is even, because members are on a circle, and half of a member's neighbours are on
+    each side of it. But if ``members - 1`` is smaller, that is the result: every member is then a
+    neighbour of all others.
     """
     if members < 2:
         raise InvalidValue(f"members={members}: expected at least 2")
@@ -143,9 +143,9 @@ def degree(members: int, num_neighbors: int) -> int:
 def graph_of(order: Sequence[int], num_neighbors: int) -> Graph:
     """Return each member's neighbours, in ascending order.
 
-    ``order`` gives the members' places on a circle. A member's neighbours are the
-    ``num_neighbors`` members nearest to it, so if A is a neighbour of B, then B is a neighbour of
-    A. ``num_neighbors`` must come from `degree`. Draw ``order`` uniformly with randomness of the
+    ``order`` lists the members around a circle. A member's neighbours are the ``num_neighbors``
+    members nearest to it, so if A is a neighbour of B, then B is a neighbour of A.
+    ``num_neighbors`` must come from `degree`. Draw ``order`` uniformly with randomness of the
     operating system, because an adversary that predicts it can surround a member with neighbours
     that collude.
     """

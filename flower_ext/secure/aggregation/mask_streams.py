@@ -47,7 +47,7 @@ def self_mask_key(digest: bytes, seed: bytes, member: int) -> bytes:
 
 
 def commitment(digest: bytes, seed: bytes, member: int) -> bytes:
-    """Return a hash of a member's seed, which the member publishes.
+    """Return a hash of a member's seed, which the member sends to the server.
 
     When the server later rebuilds the seed, it checks the seed against this hash. Nobody can search
     for the seed, which has 256 random bits.
@@ -58,8 +58,8 @@ def commitment(digest: bytes, seed: bytes, member: int) -> bytes:
 def share_hash(digest: bytes, share: bytes, *, owner: int, holder: int, kind: bytes) -> bytes:
     """Return a hash of the share of ``owner``'s secret that ``holder`` receives.
 
-    The owner publishes the hash. When the holder reveals the share, the server checks the share
-    against the hash.
+    The owner sends the hash to the server. When the holder reveals the share, the server checks the
+    share against the hash.
 
     The share is the key of its hash. An adversary that lacks only one share to rebuild a secret
     knows every further share as a linear function of one unknown number of 256 bits. It therefore

@@ -166,17 +166,17 @@ class Member(JsonRecord):
         A neighbour that sent no shares has no mask. ``values`` itself stays unchanged. The member
         then forgets its secrets, so that it can mask nothing else.
 
-        Perhaps the member cannot open a neighbour's shares, because the neighbour sealed them
-        wrongly or the server changed them. The member then masks as usual, and later reveals no
-        share for this neighbour. The server then knows that the shares could not be opened, and
-        rebuilds the neighbour's secret from the shares of other members.
-
-        ``values`` must have the context's length and type.
+        If a neighbour sealed its shares wrongly, or the server changed them, the member cannot open
+        them. It then masks as usual, and later reveals no share for this neighbour. This tells the
+        server that the shares could not be opened. The server rebuilds the neighbour's secret from
+        the shares of other members.
 
         Raises
         ------
         ProtocolError
-            Fewer neighbours than the threshold sent shares.
+            Fewer neighbours than the threshold sent shares, or one that sent no keys.
+        InvalidValue
+            ``values`` does not have the context's length and type, or a sender is no neighbour.
         """
         self._expect(MemberStage.SHARED)
         context = self.context
@@ -220,8 +220,8 @@ class Member(JsonRecord):
         ------
         ProtocolError
             This member answered a different request before; fewer members than ``least_answers``
-            answered; the request names more lost neighbours than there are members without an
-            answer; or it does not name exactly the neighbours that sent shares to this member.
+            answered; the request names more lost neighbours than members that did not answer; or
+            it does not name exactly the neighbours that sent shares to this member.
         """
         context = self.context
         request.check(context)

@@ -1,4 +1,4 @@
-"""Private weighting: the sum Σ_s Σ_u (n_su / N_u) Δ_su + z_s, with record counts kept secret.
+"""Private weighting: the sum Σ_s (Σ_u (n_su / N_u) Δ_su + z_s), with secret counts of records.
 
 No party learns how many records a user has in a silo other than its own. Source: Protocol 1 of Kato
 et al., "Uldp-FL" (PVLDB 2024), for honest-but-curious parties that do not collude.

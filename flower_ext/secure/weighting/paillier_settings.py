@@ -18,7 +18,7 @@ from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES
 from flower_ext.secure.weighting.paillier import SECURE_KEY_BITS, PublicKey, check_key_bits
 
 _MOST_RECORDS = 2**24
-"""Largest ``max_records_per_user``: a silo finds factors of the modulus up to it in a second."""
+"""Largest ``max_records_per_user``. A silo finds factors of the modulus up to 2^24 in a second."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ HIDDEN_BY_TRANSFER = (
 
 @dataclass(frozen=True, kw_only=True)
 class WeightingProtocol(Checked, ABC):
-    """Public settings of one protocol. Subclasses are frozen dataclasses with defaults.
+    """The caller's options of one protocol. Subclasses are frozen dataclasses with defaults.
 
     Parameters
     ----------

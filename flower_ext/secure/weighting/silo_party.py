@@ -57,7 +57,7 @@ class SiloParty(JsonRecord, ABC):
     """One silo. Everything it holds is secret, except the messages that its methods return.
 
     Call `answer` for each step of the set-up and of draws, and `open_sum` for every round.
-    To make a new silo, give only its number ``index``, which counts from zero. `to_bytes` returns
+    To make a new silo, give only ``settings`` and its number ``index``, from 0. `to_bytes` returns
     all that the silo needs after a restart, with secrets in the clear, and `from_bytes` reads it.
 
     Attributes
@@ -171,7 +171,7 @@ class SiloParty(JsonRecord, ABC):
         """Return the masked counts, in the users' secret order. The server cannot read them."""
 
     def _check_draw(self, number: int) -> None:
-        """Raise a ProtocolError if the users of round ``number`` were already drawn."""
+        """Raise a ProtocolError if this silo has already used round ``number`` or a later one."""
         self.settings.check_round(number, self.last_round)
 
     def _check_opening(self, number: int) -> None:
@@ -228,7 +228,7 @@ class SiloParty(JsonRecord, ABC):
         if not all(0 <= count <= limit for count in held):
             raise InvalidValue(
                 f"counts: expected 0 to {limit} records of each user in this silo; leave records "
-                "out, or raise the limit of the run"
+                "out, or raise silo_record_limits or max_records_per_user of the run"
             )
         # Store the counts before masks are drawn, so that a restored silo cannot put other counts
         # under the same masks.
@@ -302,10 +302,10 @@ class SiloSum(ABC):
         Raises
         ------
         ProtocolError
-            The sum is finished, updates were refused, or a later round was used meanwhile.
+            The sum is finished, updates were refused, or the silo used this round or a later one.
         ValueError
-            The weights are malformed, or the noise is not plausible. The round is not used then,
-            and nothing has left the silo.
+            The weights are malformed; or the noise is not finite, too large or, over ring-LWE, too
+            small. The round is not used then, and nothing has left the silo.
         """
         self._expect_open()
         message = self._masked(self._vector("noise", noise))

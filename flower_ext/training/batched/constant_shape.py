@@ -11,9 +11,9 @@ size of the stack, and the place of a model in it.
   free places. A model whose training has ended stays until the stack shrinks to a smaller size.
 * PyTorch rounds the last numbers of an array differently if they do not fill a register of the
   processor. Four models with eight rows each always fill the registers. Only one thread runs,
-  because several threads would divide the arrays. A trial could not replace this rule, because it
-  would rarely meet a difference. The rule covers only arrays with one row per example. Models with
-  other arrays train in another form (`consists_of_rows`).
+  because several threads would divide the arrays. No trial replaces this rule, because a trial
+  would rarely meet such a difference. Because the rule covers only arrays with one row per example,
+  models with other arrays train in another form (`consists_of_rows`).
 
 On an accelerator only deterministic kernels run (`deterministic_kernels`). These compute every
 number of an array in the same way, so models with image layers may use this form there.

@@ -1,8 +1,8 @@
 """Interface of forms, which are ways to train many jobs together.
 
-The forms of this package are in `stack` and `constant_shape`. A plug-in may offer another form,
-such as machine code: it registers a `FormFactory` as an entry point in the group `GROUP`. Only
-`many` decides which form trains which jobs.
+The forms of this package are in `stack` and `constant_shape`. A plug-in may offer another form, for
+example one that trains by machine code: it registers a `FormFactory` as an entry point in the group
+`GROUP`. Only `many` decides which form trains which jobs.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ class MappedModel:
     The constructor replaces the ``forward`` methods of layers of ``model``. The parameters of
     ``model`` have no effect. With ``by_products``, convolutions are computed as products of
     matrices. That is the default on accelerators, where convolutions of many groups are slow. The
-    constructor refuses a model with a layer in which the K models would change each other's
-    numbers.
+    constructor refuses a model with a layer that would compute other numbers for K models together
+    than for each model alone.
     """
 
     fewest = 5

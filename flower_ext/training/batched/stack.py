@@ -294,7 +294,7 @@ class Stacked(Form):
 
 
 def jobs_that_fit(task: Task, job: Job, memory_limit: int) -> int:
-    """Return how many jobs like this one fit into ``memory_limit`` bytes; at least one."""
+    """Return how many jobs like this fit into ``memory_limit`` and a CPU's caches; at least one."""
     features, rows = job.examples.features, min(len(job.examples), job.training.batch_size)
     numbers = sum(p.numel() for p in job.params.values())
     on_cpu = task.torch_device().type == "cpu"

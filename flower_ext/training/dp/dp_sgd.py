@@ -73,8 +73,8 @@ def train_dp_sgd(
     Guarantees
     ----------
     Every step releases the sum of clipped gradients with noise of standard deviation σC, where σ is
-    the noise multiplier and C the clipping norm. A record moves that sum by at most C. Only
-    ``sampling`` knows which records took part in a step.
+    the noise multiplier and C the clipping norm. Adding or removing a record moves the sum by at
+    most C. Only ``sampling`` knows which records took part in a step.
 
     Parameters
     ----------
@@ -117,14 +117,14 @@ def noised_step(
     """Return a function that moves ``weights`` by one noised step on a mini-batch.
 
     The step is w ← w − η ((1/B) Σ clip(∇F̂(w; record), G) + ∇terms) + z. The sum is over the
-    mini-batch. F̂ is the loss of one record, η the learning rate, B the batch size, and G the
-    clipping norm.
+    mini-batch. F̂ is the loss of one record, η the learning rate, G the clipping norm, and B the
+    batch size, or the number of examples if that is smaller.
 
     Guarantees
     ----------
     Each pass over the examples divides them into mini-batches, in an order that depends on no
-    record, and all steps divide by the same B. A record therefore moves a step that uses it by at
-    most 2ηG/B. Each step adds noise z from N(0, stddev² I).
+    record, and all steps divide by the same B. Replacing a record therefore moves a step that uses
+    it by at most 2ηG/B. Each step adds noise z from N(0, stddev² I).
     """
     training, noise = job.training, job.noise
     assert noise is not None
@@ -198,10 +198,10 @@ class ClippedGradient:
     Raises
     ------
     ValueError
-        The constructor raises it if the loss compares examples, or if the model has batch
-        normalisation. A call raises it in three cases: the model or the loss remembers an example;
-        the type of the features differs from the type of the model's numbers; or the model cannot
-        learn from one example alone (see `why_not_one_by_one`).
+        The constructor raises it if the loss compares examples, or if a layer mixes them (see
+        `model_of_single_examples`). A call raises it in three cases: the model or the loss
+        remembers an example; the features have another floating-point type than the model's
+        numbers; or the model cannot learn from one example alone (see `why_not_one_by_one`).
     """
 
     def __init__(

@@ -203,10 +203,11 @@ def _fastest_way(
 ) -> tuple[Way, bool]:
     """Return the fastest way that trials allow, and `Passes.decides_tests`.
 
-    Trials exclude the way "in one pass" in four cases. A layer gets rows that are not examples, but
-    patches or times. The model uses a layer twice. The model mixes examples. Or feature values
-    decide which operations the model runs (`watched`). Trials also exclude one pass, and then vmap,
-    if bits of an example's gradient depend on the example's place or on other examples.
+    The way "in one pass" is excluded in five cases. `per_example` has no formula for a layer. A
+    layer gets a row for each patch or time, not for each example. The model uses a layer twice. The
+    model mixes examples. Or feature values decide which operations the model runs (`watched`).
+    Trials also exclude one pass, and then vmap, if bits of an example's gradient depend on the
+    example's place or on other examples.
     """
     if reason := why_not_one_by_one(training_kind, names):
         raise InvalidValue.tellable(reason)

@@ -133,7 +133,8 @@ def build(name: str, *, num_classes: int | None = None) -> HeadedModel:
     Raises
     ------
     ValueError
-        The name is unknown (the message lists the known ones), or ``num_classes`` is below 1.
+        The name is unknown (the message lists the known ones), or ``num_classes`` is below 1 or
+        does not suit the model.
     """
     if name not in _MODELS:
         raise InvalidValue(f"model={name!r}: expected one of {', '.join(_MODELS)}")

@@ -84,9 +84,10 @@ def settable_model(
     trains: bool,
     dtype: torch.dtype | None = None,
 ) -> SettableModel:
-    """Return a model for ``params``, in training or evaluation mode: the thread's, or a new one.
+    """Return a model in training or evaluation mode, on which the caller sets ``params``.
 
-    With a ``dtype``, frozen tensors are converted to this type.
+    A thread gets the same model again, unless the model could keep a client's values. With a
+    ``dtype``, the model is new, and its frozen tensors have this type.
     """
     # A shared model that kept a client's values would carry them to the next client.
     is_shared = dtype is None and factory.facts.serves_in_turn(params)

@@ -47,7 +47,7 @@ class ModelFacts(NamedTuple):
     """Facts about the models of one factory, found from the first model."""
 
     frozen: Params
-    """All tensors that are neither trained nor sent; the caller must not change them."""
+    """Frozen parameters, and buffers of frozen layers; the caller must not change them."""
     tied: Mapping[str, str]
     """Maps each further name of a tied parameter to its first name, under which nodes send it."""
     travelling: Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -57,7 +57,7 @@ class ModelFacts(NamedTuple):
     known_holders: bool
     """True if all layers with parameters or buffers of their own are known."""
     template: nn.Module | None
-    """A model whose frozen parts all models share; None if no part is frozen."""
+    """A model whose frozen parts all models share; None if nodes send all tensors."""
 
     def serves_in_turn(self, params: Mapping[str, Tensor]) -> bool:
         """Return True if one model object may serve several clients in turn.

@@ -42,9 +42,10 @@ def objections(layer: nn.Module) -> str:
 
 
 def check_shareable(model: nn.Module, personal: Sequence[str] = ()) -> None:
-    """Refuse a model if a shared layer is BatchNorm or has other buffers that depend on the data.
+    """Refuse a model if a shared layer is BatchNorm, or has other buffers that nodes send.
 
-    ``personal`` names the layers that clients keep for themselves. All others are shared.
+    ``personal`` names the layers that clients keep for themselves. All others are shared. Frozen
+    layers are accepted.
 
     Raises
     ------

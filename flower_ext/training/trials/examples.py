@@ -157,9 +157,10 @@ def why_nothing_learned(
 ) -> str | None:
     """Return why a model cannot learn from any single example; None if it can.
 
-    There are three possible reasons. The loss raises an error for every example, as for labels that
-    do not begin at 0. No example has a finite gradient other than zero. Or the outputs for all
-    examples are equal, if each passes alone.
+    There are four possible reasons. The features have another floating-point type than the model.
+    The loss raises an error for every example, as for labels that do not begin at 0. No example has
+    a finite gradient other than zero. Or the outputs for all examples are equal, if each passes
+    alone.
 
     ``name`` names the model in messages, and ``outputs_of`` computes its outputs for a batch. The
     examples have no batch dimension, and the first `TRIED` are random. ``gradients`` holds the

@@ -71,9 +71,9 @@ def with_odd_rows(examples: Tree, rows: int | slice, odd: float) -> Tree:
 def unlike_examples(
     features: Tree, targets: Tree, model: nn.Module, *, integers: bool
 ) -> tuple[Tree, Tree]:
-    """Return examples that differ in every way that a model or a loss could remember.
+    """Return very different examples, so that a trial finds a model or a loss that remembers them.
 
-    The first is random, with a target of zero; the last consists of unusual values. With
+    The first is random, with a target of zero; the last ones consist of unusual values. With
     ``integers``, some examples contain integers other than 0 and 1, such as the number of the last
     row of each embedding table of the model. Use False on an accelerator, where looking up a number
     without a row ends the process.

@@ -109,7 +109,8 @@ def find_carried_change(
 
     Steps run on the features and targets of ``inputs``, in each of the ``orders``. ``begin`` is
     called once per order. Only the first step of an order that succeeds, and steps that fail before
-    it, may store something, such as a table of positions. It must not depend on their inputs.
+    it, may store something, such as a table of positions. What they store must not depend on
+    ``inputs``.
     """
     results = defaultdict[int, list[Params | Exception]](list)
     first: list[Snapshot] = []

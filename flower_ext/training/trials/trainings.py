@@ -58,8 +58,8 @@ def why_state_is_shared(task: Task, examples: Examples, train: Train) -> str | N
     Both results must be equal.
 
     Only the shapes and types of the examples matter. The result depends on no data, so it may reach
-    the server. The process remembers the result. An error means that the trial cannot make random
-    examples of this kind, for example of a quantised type.
+    the server. The process remembers the result. The function raises an error if it cannot make
+    random examples of this kind, for example of a quantised type.
     """
     training_kind = kind_of(task, examples.features, examples.targets, {})
     for device in dict.fromkeys((training_kind.device, torch.device("cpu"))):
@@ -217,7 +217,7 @@ def why_bits_differ(
 
 
 def _with_settings(job: Job, training: LocalTraining, value: float | None, *, terms: bool) -> Job:
-    """Return the job with other settings, and with all features ``value``; None leaves them."""
+    """Return the job with other settings and weights, and with all features ``value`` if given."""
     features, targets = job.examples.features, job.examples.targets
     if value is not None:
         features = with_odd_rows(features, slice(None), value)

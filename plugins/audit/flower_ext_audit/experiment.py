@@ -37,7 +37,7 @@ class Observation:
     scores : Sequence[Mapping[str, float]]
         Means that evaluations released, by round; empty for a round without evaluation.
     sums : Sequence[Arrays | None]
-        For each round, the secure sum that its server computes, in units of the sum's rounding
+        For each round, the secure sum that the server computes, in units of the sum's rounding
         step; None for a round without a secure sum.
     bare : Sequence[Mapping[int, Arrays]]
         For each round, by partition: the uploads to the secure sum that the server can read in the
@@ -77,7 +77,7 @@ def projected(
         For each round, the sign with which the canary moves the model along ``direction``. If the
         list is shorter than the run, its last sign holds for all later rounds.
     partitions : Sequence[int], optional
-        Partitions whose uploads contain the canary, for an adversary that sees each upload; by
+        Partitions whose uploads contain the canary, for an adversary that reads single uploads; by
         default all.
     whole : bool
         True if uploads are whole models. The score then undoes the subtraction of the sent model.
@@ -143,7 +143,7 @@ class Experiment:
     Parameters
     ----------
     without, present : World
-        Without the canary, and with it. They must be neighbours under the relation of the ε.
+        Without the canary, and with it. They must be neighbours in the sense of the reported ε.
     initial : ArrayRecord
         The first model.
     score : Score
@@ -151,7 +151,7 @@ class Experiment:
     views : Sequence[AdversaryView]
         Views to audit; views without a finite ε are skipped.
     reported : Mapping[AdversaryView, float], optional
-        ε by view, for strategies without ``guarantees()``.
+        ε by view, in place of the strategy's ``guarantees()``.
     delta : float, optional
         δ of the ε in ``reported``.
     gaussian : bool, optional

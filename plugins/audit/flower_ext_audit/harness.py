@@ -223,7 +223,7 @@ def audit_in_one_run(
     rounds: int = 1,
     confidence: float = 0.95,
 ) -> ViewAudit:
-    """Bound ε of a strategy with ``guarantees()`` by one run with many canaries.
+    """Bound ε from below by one run with many canaries; the strategy needs ``guarantees()``.
 
     `in_one_run` always gives a bound. If the reported ε is that of a Gaussian mechanism,
     `in_one_run_by_curve` gives a second bound, which is usually larger. Both hold at once with

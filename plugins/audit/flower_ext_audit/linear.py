@@ -55,7 +55,7 @@ class Turns:
 
 
 def pulls(*forces: float, size: int = SIZE) -> Examples:
-    """Return one record for each force; it pulls the first weight, and a bias, with that force."""
+    """Return one record for each force; it pulls the first weight and the bias with that force."""
     return Examples(torch.eye(1, size).repeat(len(forces), 1), torch.tensor(forces))
 
 

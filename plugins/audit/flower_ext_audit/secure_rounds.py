@@ -32,8 +32,8 @@ from flower_ext_audit.experiment import Arrays
 
 M = TypeVar("M", Advert, SealedShares, MaskedInput, Revealed)
 LEAST_NUMBERS, _CENTRAL, _MOST = 64, 1 / 4, 5 / 8
-"""An upload counts as bare (not masked) if more than five eighths of its numbers lie in the central
-quarter of the ring. A masked upload is uniform: if it has 64 numbers or more, it counts as bare
+"""An upload counts as bare (not masked) if more than five eighths of its numbers lie in the quarter
+of the ring around 0. A masked upload is uniform: if it has 64 numbers or more, it counts as bare
 with a probability below 1e-9."""
 
 

@@ -52,7 +52,7 @@ class AppFolder:
         )
 
     def shown(self, name: str) -> str:
-        """Return ``name``, or "(a computed name)" if it is no literal of the source."""
+        """Return ``name``, or "(a computed name)" for an unusual name that is no literal."""
         return name if name in self.literals | _KNOWN else "(a computed name)"
 
     def component(self, side: str) -> Path | None:

@@ -8,7 +8,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -107,9 +106,9 @@ def import_slow_modules() -> None:
     import dp_accounting  # noqa: F401
     import torch._dynamo  # noqa: F401
 
-    if (hugging_face := sys.modules.get("flower_ext.training.models.hugging_face")) is not None:
-        with suppress(Exception):  # the run says what is missing
-            hugging_face.libraries("")
+    if "flower_ext_language.hugging_face" in sys.modules:
+        import peft  # noqa: F401
+        import transformers  # noqa: F401
 
 
 def _advice(reason: str) -> str:

@@ -19,7 +19,7 @@ from flower_ext_check.probes import Probes, RunName
 from flower_ext_check.vectors import HELD
 
 _DEVIATIONS = 6.5
-"""A Gaussian exceeds this many standard deviations with probability `measured.LUCK` / 100."""
+"""A Gaussian exceeds so many standard deviations with a probability below `measured.LUCK` / 100."""
 
 
 def add_wrong_noise(probes: Probes, findings: Findings) -> None:

@@ -103,7 +103,7 @@ def measured(probes: Probes) -> Measured | None:
 
 
 def unmeasured(probes: Probes) -> str:
-    """Return the reason why `measured` returned None; "" if the app states no ε."""
+    """Return the reason why `measured` returned None; "" if the app has no `stated` guarantee."""
     if probes.traits.stated is None:
         return ""
     if reason := probes.traits.mechanism.unmeasured:

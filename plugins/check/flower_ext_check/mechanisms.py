@@ -23,7 +23,7 @@ class Noise:
     release_stddev: float = 0.0
     """Standard deviation of the noise in a coordinate of the released mean; 0 if unknown."""
     upload_stddev: Mapping[int, float]
-    """Standard deviation in a coordinate of an upload, by cohort size; key 0: all other sizes."""
+    """Standard deviation of an upload coordinate's noise, by cohort size; key 0: all others."""
     cohort: float = 0.0
     """Number by which the sum of updates is divided; 0 if unknown."""
     bounds_models: bool = False

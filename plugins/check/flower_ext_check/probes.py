@@ -80,18 +80,18 @@ class Probes:
 
     @property
     def real(self) -> Observed:
-        """The observations of the first run, in which clients learn; ask after that run's end."""
+        """The observations of the first run, in which clients learn; known once that run ended."""
         real = self.runs[RunName.REAL]
         assert real is not None
         return real
 
     @property
     def comparable(self) -> range:
-        """The rounds in which a held run has noise with the same standard deviation as the app."""
+        """The rounds in which the noise of a held run has the promised standard deviation."""
         return range(1, (self.request.rounds if self.traits.rounds_alike else 1) + 1)
 
     def run(self, name: RunName) -> Observed | None:
-        """Run the app once in a separate process; return None if the run does not end in time."""
+        """Run the app once in a separate process; return None if it crashes or takes too long."""
         probe, real, request = RUNS[name], self.runs.get(RunName.REAL), self.request
         held = (
             None

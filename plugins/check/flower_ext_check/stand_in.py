@@ -42,7 +42,7 @@ def parsed_column(text: str) -> tuple[str, Column]:
 
 
 def install(columns: Mapping[str, Column]) -> None:
-    """Let ``FederatedDataset`` of ``flwr_datasets`` return random rows; its partitioners stay.
+    """Let ``FederatedDataset`` of ``flwr_datasets`` return random rows, whatever its partitioners.
 
     The rows have ``columns``. If ``columns`` is empty, the rows are like those of the data set that
     the app asks for. This module knows the columns of a few data sets, and refuses all others.

@@ -11,7 +11,7 @@ import numpy as np
 HELD = 1e-3
 """L2 norm of the public update that clients send in a held run."""
 _SAMPLE = 100_000
-"""Number of coordinates that each vector keeps, at most."""
+"""Each vector keeps fewer than twice this number of coordinates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Vector:
 
     size: int
     sample: np.ndarray
-    """At most `_SAMPLE` coordinates, evenly spaced."""
+    """Evenly spaced coordinates; see `_SAMPLE`."""
     along: float
     """Projection onto `direction`."""
     norm: float

@@ -73,7 +73,7 @@ class IdentifierField:
         Texts are compared without case, spaces and punctuation. Dates are compared as days, without
         the time of day.
     date_format : str
-        Format of dates as in `datetime.strptime`; "iso" stands for all forms of ISO 8601.
+        Format of dates as in `datetime.strptime`; "iso" stands for most forms of ISO 8601.
     """
 
     column: str
@@ -186,7 +186,7 @@ class Pseudonyms:
 
 
 def write_key(path: Path) -> None:
-    """Write a new secret key to a file that only its owner can read, unless the file exists."""
+    """Write a new secret key to a file that only its owner can read; refuse an existing file."""
     if path.exists():
         raise InvalidValue(f"{path}: expected a file that does not exist yet")
     write_whole(path, secrets.token_hex(KEY_BYTES).encode() + b"\n")

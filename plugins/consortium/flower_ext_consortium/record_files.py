@@ -37,7 +37,7 @@ class RecordFile:
     encoding: str = "utf-8"
 
     def column_names(self) -> list[str]:
-        """Return the names of the columns; refuse an unreadable file, or two equal names."""
+        """Return the names of the columns; refuse an unreadable file, or equal names in a CSV."""
         if self.path.suffix == ".parquet":
             return list(_open_parquet(self.path).schema_arrow.names)
         with self._text() as stream:

@@ -174,8 +174,8 @@ def verify(content: Mapping[str, Any], public_key: str) -> None:
     try:
         if whole["public key"] != public_key.lower():
             raise InvalidValue(
-                f"public key {whole['public key']}: expected {public_key.lower()}; this statement "
-                "was signed with another key"
+                f"public key {whole['public key']}: expected --public-key={public_key.lower()}; "
+                "this statement was signed with another key"
             )
         signature = bytes.fromhex(content["signature"])
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))

@@ -77,7 +77,7 @@ def check_hidden(policy: GuardPolicy, name: str, file: Path) -> None:
 
 
 def check_isolation(policy: GuardPolicy) -> None:
-    """Refuse to start if apps could read the guard's files, or cannot be isolated as required."""
+    """Refuse to start if isolated apps could read the guard's files, or if isolation fails here."""
     if missing := [path for path in policy.readable if not Path(path).exists()]:
         raise InvalidValue(
             f"`readable` names {missing[0]!r}, which does not exist: expected existing files or "
@@ -134,7 +134,7 @@ def _environment(policy: GuardPolicy, home: str) -> dict[str, str]:
 
 
 def _visible(policy: GuardPolicy) -> list[str]:
-    """Return the paths of this machine that apps may read; a container's image does not count."""
+    """Return the paths of this machine that isolated apps may read, without a container's image."""
     if policy.isolation != NAMESPACES:
         return policy.readable
     interpreter = Path(sys.executable).resolve().parents[1]

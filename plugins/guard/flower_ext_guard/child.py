@@ -1,6 +1,6 @@
 """The process of an app: ``python -m flower_ext_guard.child``, which the guard starts.
 
-It reads a request from its standard input, confines itself, and writes the app's answer to its
+It confines itself, reads a request from its standard input, and writes the app's answer to its
 standard output. Whatever the app prints goes to standard error.
 """
 

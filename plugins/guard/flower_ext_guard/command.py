@@ -60,7 +60,7 @@ def guard(
 
 
 def costs(policy: GuardPolicy) -> list[str]:
-    """Return a line with the cost of one reply for each type of message whose replies spend ε."""
+    """Return a line on a reply's cost for each type that spends ε; refuse one above the budget."""
     lines, budget = [], policy.budget
     for name, rule in policy.messages.items():
         if rule.release == CONSTANTS:

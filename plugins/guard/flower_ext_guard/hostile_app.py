@@ -1,7 +1,7 @@
 """An experiment on the guard: a hostile app sends opposite updates for two data sets.
 
-The app moves the model as far as it can, and adds metrics that name its data. The guard must let
-the adversary tell the two data sets apart no better than its ledger says.
+The app moves the model as far as it can. The guard must let the adversary tell the two data sets
+apart no better than the guard's ledger says.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class GuardPolicy:
     apps: str | list[str]
     """Either "any", or the SHA-256 of each permitted app's FAB, as ``sha256sum`` prints it."""
     ledger: Path
-    """The site's privacy account. The guard charges every reply to it before the reply leaves."""
+    """The site's privacy account, which the guard charges before a reply that uses data leaves."""
     budget: Budget
     """The most that all replies of the site may spend together."""
     messages: Mapping[str, MessagePolicy]
@@ -139,12 +139,12 @@ class GuardPolicy:
     timeout: float
     """Seconds after which the guard ends an app."""
     reply_after: float | None = None
-    """Seconds from the arrival of a message to its reply, however long the app takes. Without this
-    setting, the time of the reply shows how long the app ran."""
+    """Seconds from a message's arrival to its reply, always the same and above ``timeout``. Without
+    this setting, the time of the reply shows how long the app ran."""
     answer_limit: int = 1 << 30
     """Largest number of bytes of an app's answer."""
     scratch_limit: int = 1 << 30
-    """Largest number of bytes of all files that the app writes."""
+    """Largest number of bytes of all files that the app writes, with isolation "namespaces"."""
     isolation: str | list[str] = NAMESPACES
     """Isolation of the app's process: "namespaces" or "none". A list is the beginning of a command,
     such as the command that starts a container; the guard adds the app's command to it."""

@@ -344,7 +344,7 @@ def _on_images(module: Any, name: str, shape: Sequence[int]) -> Layer | None:
 
 
 def _parts_of(epsilon: float) -> tuple[int, bool]:
-    """Return 1 / ε as a whole number, and whether rounding changed it by at most 0.1 %."""
+    """Return 1 / ``epsilon`` as an integer, and True if rounding changes it by at most 0.1 %."""
     setting = round(1 / epsilon) if epsilon > 0 else 0
     return setting, math.isclose(setting * epsilon, 1, rel_tol=1e-3)
 

@@ -37,7 +37,7 @@ from flower_ext_kernels.layer_table import CHANNELS, COLUMNS, DROP, IMAGE_NORM, 
 log = getLogger("flwr")
 
 _TOGETHER = 2**22
-"""Most numbers in the models of one group, 16 MB. Training fills the processor's caches, and so
+"""Most numbers in a group's models per thread, 16 MB. Training fills the processor's caches, and so
 does the Python code that then uses the models. With larger groups, the two alternate less often."""
 _MOST_DRAWN = 2**24
 """Most 32-bit numbers that dropout of one training may draw, 64 MB: all are in memory at once."""
@@ -120,7 +120,7 @@ class CompiledNetwork:
         return groups
 
     def train(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
-        """Train each job as `local.train` does; return the parameters, stacked, one row per job.
+        """Train each job as `local.train` does; return the trained parameters, one row per job.
 
         Raises
         ------
@@ -261,7 +261,7 @@ def _in_line(values: Tensor) -> Tensor:
 
 
 def _is_plain(numbers: Tensor) -> bool:
-    """Return True for numbers of 32 bits on the CPU."""
+    """Return True for float32 numbers on the CPU."""
     return numbers.dtype == torch.float32 and numbers.is_cpu
 
 
@@ -296,7 +296,7 @@ def form_for(task: Task, job: Job) -> CompiledNetwork | None:
 
 @lru_cache(maxsize=1)
 def _library() -> Any:
-    """Return the functions of `sgd`; None, and a line in the log, if they cannot run here."""
+    """Return the functions of `sgd`; None if they cannot run here, or are not compiled yet."""
     if platform.machine().lower() not in ("x86_64", "amd64") or platform.system() == "Windows":
         return None
     try:

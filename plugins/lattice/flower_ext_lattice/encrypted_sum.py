@@ -2,7 +2,7 @@
 
 A block is a polynomial whose coefficients are coordinates of an update. Eight blocks form a group,
 in which their coefficients alternate: coordinate ``8 * i + lane`` of a group is coefficient i of
-its block ``lane``. The last group may have fewer blocks.
+its block ``lane``. The last group may have fewer blocks; their number then replaces the 8.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from flower_ext_lattice.settings import (
 )
 
 _CUT_BITS = 64 - 8 * FIRST_WORD_BYTES
-"""Number of the lowest bits of a word of c0, which a silo does not send."""
+"""Number of low bits of each word of c0 that a silo does not send."""
 _SQUARES = 512
-"""Partial sums of squares, so that additions do not wait for one another."""
+"""Number of partial sums of squares; with several, additions do not wait for one another."""
 _HALF_STEP = 2 ** (STEP_BITS - 1)
 _EXCESS = 1 - MODULUS / 2**96
 """Relative excess of a step over 2^24 after the switch from the modulus q to the modulus 2^64. The

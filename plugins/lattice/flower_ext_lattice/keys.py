@@ -28,7 +28,7 @@ class SecretKey:
         )
 
     def encryptions(self, masks: Reals, errors: Reals) -> Reals:
-        """Return errors - masks · s as nonnegative residues, float64 (2, count, DEGREE).
+        """Return the polynomials errors - masks · s, as nonnegative residues (2, count, DEGREE).
 
         Parameters
         ----------

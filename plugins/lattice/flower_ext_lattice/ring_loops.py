@@ -205,7 +205,7 @@ def _two_stages(x: Any, start: Any, groups: Any, modulus: Any) -> None:
 
 @_fast
 def _add_row(row: Any, factors: Any, total: Any, modulus: Any) -> None:
-    """Add every eight numbers of ``row``, times their number in ``factors``, to ``total``."""
+    """Multiply each eight numbers of ``row`` by one of ``factors``, and add them to ``total``."""
     for i in range(factors.shape[0]):
         _add_product(row, LANES * i, factors[i], total, modulus)
 
@@ -281,7 +281,7 @@ def add_encoded(
 
 @_fast
 def reduce(x: Any, q: Any) -> None:
-    """Bring numbers of magnitude up to 2^52 into (-q, q), in place."""
+    """Bring numbers of magnitude up to 2^53 into (-q, q), in place."""
     p = 1.0 / q
     for i in range(x.shape[0]):
         x[i] = _reduced(x[i], q, p)

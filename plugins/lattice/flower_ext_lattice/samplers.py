@@ -49,7 +49,7 @@ class Stream:
     def ternary(self, count: int) -> Reals:
         """Return ``count`` numbers that are uniform on -1, 0 and 1.
 
-        Each number is a byte modulo 3; bytes of 255 are skipped.
+        Each number is a byte modulo 3, minus 1; bytes of 255 are skipped.
         """
         accepted = np.empty(0, np.uint8)
         # One byte in 256 is skipped, because 256 is no multiple of 3. A few more bytes than needed

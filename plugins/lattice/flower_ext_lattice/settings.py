@@ -46,7 +46,7 @@ The silo drops two bytes of a word (2⁻⁸ steps), and rounds words of c1 (2048
 error r · e + e2 · s of re-randomising is below 2⁻³⁷ steps."""
 _TERNARY_VARIANCE = 2 / 3
 _MOST_CHOICES = 2**16
-"""With fewer choices than this, an update times its count stays far below the primes."""
+"""With fewer records per user than this, an update times its count stays below half a prime."""
 _NOISE_ROOM = 16.0
 """Largest accepted noise in standard deviations; a Gaussian exceeds it once in 10⁵⁷ draws."""
 _LARGEST_ADDED_DELTA = 1e-7
@@ -212,7 +212,7 @@ class LatticeSettings(PartySettings):
 
     @property
     def added_delta(self) -> float:
-        """Sum of all statistical distances of the run. Add it to δ."""
+        """Sum of the run's statistical distances, at most 1e-7; ε counts `approximation_error`."""
         return self.rerandomising_delta + self.hint_delta + self.undrawn_delta
 
     @property
@@ -264,9 +264,9 @@ class LatticeSettings(PartySettings):
     def _check_noise(self) -> None:
         if self.added_delta > _LARGEST_ADDED_DELTA:
             raise UnsuitableNoise(
-                f"noise_stddev={self.noise_stddev!r} adds {self.added_delta:.1g} to δ: expected at "
-                f"most {_LARGEST_ADDED_DELTA:g}; use more noise, fewer than {self.rounds} rounds, "
-                "or smaller silo_record_limits"
+                f"noise_stddev={self.noise_stddev!r} leaves statistical distances of "
+                f"{self.added_delta:.1g} in all: expected at most {_LARGEST_ADDED_DELTA:g}; use "
+                f"more noise, fewer than {self.rounds} rounds, or smaller silo_record_limits"
             )
         if 10 * math.sqrt(self.silos) * self.noise_stddev >= self.sum_limit:
             raise UnsuitableNoise(

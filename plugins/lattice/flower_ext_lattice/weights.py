@@ -8,9 +8,9 @@ i = ρ_u = x_u - N_u. If no party may know who is drawn, every entry has two col
 and opening an entry also takes the key of its column.
 
 The a_u and all pads depend on 32 random bytes, which are new in every set of weights. A server that
-was restored from an older state may encrypt two sets for one epoch. With the same a_u and pads, the
-difference of both sets would be y_u · ⌊2^k / N_u⌋ with a small error, which shows N_u. The random
-bytes prevent this.
+was restored from an older state may encrypt two sets for one epoch, with different y_u. With the
+same a_u and pads, the difference of both sets would be ⌊2^k / N_u⌋ with a small error, which shows
+N_u. The random bytes prevent this.
 """
 
 from __future__ import annotations

@@ -119,9 +119,9 @@ def ditto_schedule(
     """Choose the number of rounds and the weight of the global model for a privacy budget.
 
     The schedule is for DP-Ditto: Ditto with noise on every uploaded model. The privacy unit is one
-    record of a client, replaced by another, and the server sees every upload. The command answers
-    twice: by the published and by the provable formulas. The convergence bound assumes strongly
-    convex losses and one full-gradient step in each round.
+    record of a client, replaced by another, and the server sees every upload. The command uses the
+    provable formulas and, if gradient-bound and model-spread are set, also the published ones. The
+    convergence bound assumes strongly convex losses and one full-gradient step in each round.
 
     Example: flower-ext ditto-schedule apps/dp-ditto/schedule.toml
     """
@@ -180,7 +180,7 @@ def _schedule(settings: ScheduleSettings, problem: DittoProblem, basis: Basis) -
 
 
 def _epsilons(plan: RecordLevelPlan) -> dict[str, float]:
-    """Return the published ε, the provable ε without clipped gradients, and that with them.
+    """Return the published ε, and the provable ε without and with clipped gradients.
 
     The last ε is missing if the plan does not clip gradients.
     """

@@ -321,7 +321,7 @@ def test_a_client_that_deals_shares_of_another_secret_discards_the_round(logged,
     _, model = run(strategy)
     assert_same(model, records.to_arrays(initial()))
     (refusal,) = strategy.refusals
-    assert "client 3: no secret fits both its shares and what it published" in refusal
+    assert "client 3: no secret fits both its shares and what it sent before" in refusal
     assert refusal in logged.text
 
 

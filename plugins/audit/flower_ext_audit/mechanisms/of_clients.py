@@ -110,7 +110,7 @@ _CORRELATED = replace(
 
 
 def _scored(*accuracies: float) -> ClientData:
-    """Return data of a client whose update is zero and whose score is the ``accuracies``' mean."""
+    """Return data of a client with a zero update, and with the mean of ``accuracies`` as metric."""
     test = Examples(torch.zeros(len(accuracies), SIZE), torch.tensor(accuracies))
     return ClientData(train=pulls(0.0), test=test)
 

@@ -10,6 +10,8 @@ A study is a TOML file::
 
     [settings]                       # of all stages, as for `flower-ext run --set`
     num-silos = 3
+    population-epsilon = 1.5         # the study's budget; without it, stages share no account
+    population-delta = 1e-7
 
     [[link]]                         # options of `flower-ext link users`, once for each silo
     table = "north.csv"
@@ -68,7 +70,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """The content of a study's file; paths in it are relative to the file's folder."""
+    """The content of a study's file; its paths, except in ``uses``, are relative to its folder."""
 
     path: Path
     app: str
@@ -117,7 +119,7 @@ def study(
         typer.Argument(help="Connection of Flower's configuration; by default, one process."),
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option(help="Folder of the study; by default its name in --runs.")
+        Path | None, typer.Option(help="Folder of the study; by default FILE's name in --runs.")
     ] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:

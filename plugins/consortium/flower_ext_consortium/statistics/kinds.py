@@ -234,7 +234,7 @@ class Quantiles(Statistic):
     probabilities : tuple of float
         In (0, 1), such as 0.5 for the median.
     depth : int
-        The finest level has 2^depth bins. Within a bin, quantiles are interpolated.
+        From 1 to 10. The finest level has 2^depth bins. Within a bin, quantiles are interpolated.
     """
 
     def __init__(
