@@ -32,7 +32,7 @@ RING, TARGET, CLIPPING, EXAMPLES = 2**32, 2**22, 8.0, 1000
 MOST_MASKED = 3e7
 """The most numbers that all clients mask in a round, each for every neighbour; see `Clients`."""
 # The package exports a function of the same name, so import the module by its path.
-client_mod = import_module("flwr.client.client_mod.secure_aggregation.secaggplus_mod")
+client_mod = import_module("flwr.client.mod.secure_aggregation.secaggplus_mod")
 
 
 @dataclass(frozen=True, kw_only=True)
