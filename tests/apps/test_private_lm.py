@@ -250,6 +250,7 @@ def test_a_clipping_norm_far_from_an_update_s_is_warned_of(norm, message, base, 
         "clipping-norm": norm,
         "learning-rate": 0.3,
         "optimizer": "SGD",
+        "weight-decay": 0.0,
     }
     whole = PRIVATE_LM.module("settings").Settings.of(config(base=base, **settings))
     trial = PRIVATE_LM.module("public_trial")

@@ -34,6 +34,6 @@ def delta_of_gaussians(distance, stddev, releases, epsilon):
     return math.exp(right) - math.exp(epsilon + stats.norm.logcdf(-mu / 2 - epsilon / mu))
 
 
-def epsilons(perturbation, objective, *, num_examples, participations, delta):
+def epsilons_by_client(perturbation, objective, *, num_examples, participations, delta):
     run = run_summary(participations, num_examples=num_examples)
-    return upcycled_theorem.epsilons(perturbation, objective, run, delta=delta)
+    return upcycled_theorem.epsilons_by_client(perturbation, objective, run, delta=delta)

@@ -17,7 +17,7 @@ from flower_ext.privacy import (
     Ledger,
     gaussian_loss,
 )
-from flower_ext.privacy.theorems.claims import HONEST_COUNTS
+from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
 from flower_ext_lattice import LatticeWeighting
 from plugins.lattice.tests.private_runs import (
     EVERYONE,

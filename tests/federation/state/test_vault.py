@@ -1,6 +1,7 @@
 """A client's vault keeps its state in sealed files."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ from flwr.app import Context, RecordDict
 
 from flower_ext.errors import ProtocolError
 from flower_ext.federation import ClientMemory
-from flower_ext.federation.state.memory import ClientVault
+from flower_ext.federation.state.memory import ClientVault, forget_client
 from tests.support.client_memory import context, disk_full, params
 
 
@@ -89,13 +90,33 @@ def test_secrets_of_runs_that_ended_long_ago_are_removed_when_another_begins(tmp
     assert sorted(f.name[:2] for f in (tmp_path / "secrets").glob("*.secret")) == ["2-", "7-"]
 
 
+def test_a_client_that_forgets_leaves_no_keys_of_masked_sums_of_any_run(tmp_path):
+    methods = ("fedavg-sum", "uldp_avg")
+
+    def of(run_id, node_id):
+        facts = {"partition-id": node_id, "state-folder": str(tmp_path)}
+        return Context(run_id, node_id, facts, RecordDict(), {})
+
+    for run_id, node_id in ((1, 3), (7, 3), (7, 33), (3, 4)):
+        for method in methods:
+            ClientVault(of(run_id, node_id), method).store(b"keys")
+    ClientVault(of(1, 3), "uldp_avg-draws", is_permanent=True).store(b"drawn")
+    (tmp_path / "secrets" / ".1-3-fedavg-sum.secret.99-00@other.draft").write_bytes(b"half")
+    forget_client(of(7, 3), ["study"])
+    left = {file.name for file in (tmp_path / "secrets").iterdir()} - {".lock"}
+    others = {f"{who}-{method}.secret" for who in ("7-33", "3-4") for method in methods}
+    # Of earlier runs, a silo's keys of weighted sums stay: no silo is asked to forget.
+    assert left == {*others, "1-3-uldp_avg.secret", "1-3-uldp_avg-draws.permanent"}
+
+
 def test_half_written_files_of_a_killed_process_are_removed(tmp_path):
     kept = context(state_folder=str(tmp_path))
     ClientVault(kept, "one").store(b"first")
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    (tmp_path / "secrets" / f".7-3-one.secret.{dead.pid}-00.draft").write_bytes(b"half a secr")
-    (tmp_path / "secrets" / f".7-3-one.secret.{os.getpid()}-00.draft").write_bytes(b"at work")
+    for writer, content in ((dead.pid, b"half a secr"), (os.getpid(), b"at work")):
+        name = f".7-3-one.secret.{writer}-00@{socket.gethostname()}.draft"
+        (tmp_path / "secrets" / name).write_bytes(content)
     ClientVault(kept, "one").store(b"second")
     (left,) = (tmp_path / "secrets").glob(".*.draft")
     assert left.read_bytes() == b"at work"

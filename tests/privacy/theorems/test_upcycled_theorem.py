@@ -23,12 +23,18 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.theorems.upcycled_theorem import (
-    sensitivity,
+    clipped_model_sensitivity,
     upcycled_theorem_6_2,
     upcycled_theorem_6_3,
 )
 from flower_ext.training.local import newton
-from tests.support.upcycled_problems import KNOWN, OBJECTIVE, OUTPUT, delta_of_gaussians, epsilons
+from tests.support.upcycled_problems import (
+    KNOWN,
+    OBJECTIVE,
+    OUTPUT,
+    delta_of_gaussians,
+    epsilons_by_client,
+)
 
 
 class Logistic:
@@ -201,11 +207,11 @@ def test_one_record_moves_a_clipped_model_by_two_tau_undivided():
     claimed = perturbation.clipping_norm / size
     assert moved == pytest.approx(2 * perturbation.clipping_norm, rel=1e-6)
     assert moved > 100 * (2 * claimed)  # replace-one would allow the theorem twice its τ/|D|
-    assert moved <= sensitivity(perturbation, objective, size)
+    assert moved <= clipped_model_sensitivity(perturbation, objective, size)
 
     facts = {"num_examples": size, "participations": 1}
     published = upcycled_theorem_6_2(perturbation, delta=delta, **facts)
-    ((_, provable),) = epsilons(
+    ((_, provable),) = epsilons_by_client(
         perturbation,
         objective,
         num_examples={0: size},
@@ -268,7 +274,7 @@ def test_neighbouring_minimisers_are_as_close_as_promised_clipped_or_not(seed):
 
     for tau in (0.1, 1.0, 10.0):
         clipped = [clip({"w": model}, tau).value["w"] for model in models]
-        bound = sensitivity(
+        bound = clipped_model_sensitivity(
             OutputPerturbation(clipping_norm=tau, noise_stddev=1.0), objective, size
         )
         assert min(2 * tau, stable) <= bound <= min(2 * tau, stable + 1e-6 * tau)  # rounding
@@ -298,13 +304,13 @@ def test_neighbouring_minimisers_are_as_close_as_promised_clipped_or_not(seed):
     ],
 )
 def test_without_one_fact_only_the_balls_diameter_bounds_a_record(unknown):
-    assert sensitivity(OUTPUT, KNOWN, 100) < 2 * 1.5
+    assert clipped_model_sensitivity(OUTPUT, KNOWN, 100) < 2 * 1.5
     assert replace(KNOWN, **unknown).stability(100) == math.inf
-    assert sensitivity(OUTPUT, replace(KNOWN, **unknown), 100) == 2 * 1.5
+    assert clipped_model_sensitivity(OUTPUT, replace(KNOWN, **unknown), 100) == 2 * 1.5
 
 
 def test_a_client_of_unknown_size_can_move_its_model_across_the_ball():
-    assert sensitivity(OUTPUT, KNOWN, None) == 2 * 1.5
+    assert clipped_model_sensitivity(OUTPUT, KNOWN, None) == 2 * 1.5
 
 
 @pytest.mark.parametrize("rate", [0.1, 5.0])
