@@ -1,9 +1,9 @@
-"""Correlated noise with known cohorts against Poisson sampling with secret ones, at equal ε.
+"""Compare correlated noise in known cohorts with Poisson sampling in secret ones, at equal ε.
 
     python -m benchmarks correlated --data-folder DATA --output RESULTS
 
-``correlated-ratios.csv`` has the error of the models with correlated noise, divided by that with
-Poisson sampling. A ratio below 1 means that correlated noise has less noise. ``correlated.csv`` has
+``correlated-ratios.csv`` has the error that correlated noise gives the models, divided by the error
+that Poisson sampling gives. Below 1, correlated noise is better. ``correlated.csv`` has
 the accuracy of every run. Finished runs in the output folder are kept. On CIFAR-10, clients train
 a linear head on a pretrained network's features, which are computed once, in a quarter of an hour.
 """
@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from itertools import product
 
-from benchmarks.runs import Config, Experiment, last, parser_of
+from benchmarks.runs import Config, Experiment, experiment_parser, last_value
 from flower_ext.files import write_rows
 from flower_ext.privacy import (
     CorrelatedNoise,
@@ -92,7 +92,7 @@ CASES: Mapping[str, Config] = {
 
 def main() -> None:
     """Compute the ratios, run missing runs, and write both tables."""
-    parser = parser_of("correlated", __doc__)
+    parser = experiment_parser("correlated", __doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--datasets", nargs="*", choices=DATA, default=[*DATA])
     parser.add_argument("--epsilons", type=float, nargs="*", default=[2.0])
@@ -116,7 +116,7 @@ def main() -> None:
         seeds = range(11, 11 + arguments.seeds)
         groups = experiment.grouped(cases, seeds, f"{dataset}, ε = {epsilon:g}")
         for name, runs in zip(CASES, groups.values(), strict=True):
-            accuracies = [last(run, "accuracy_mean") for run in runs]
+            accuracies = [last_value(run, "accuracy_mean") for run in runs]
             rows += [
                 (dataset, f"{epsilon:g}", name, str(seed), f"{accuracy:.4f}")
                 for seed, accuracy in zip(seeds, accuracies, strict=True)
@@ -151,8 +151,8 @@ def ratios(clients: int, size: int, rounds: int, delta: float) -> Iterator[tuple
         correlated = matrix.model_error(rounds, momentum=momentum) * matrix.sensitivity(**limits)
         independent = StrategyMatrix().model_error(rounds, momentum=momentum)
         values = [
-            f"{other * correlated / (one * independent):.2f}"
-            for one, other in zip(poisson, spaced, strict=True)
+            f"{spaced_noise * correlated / (poisson_noise * independent):.2f}"
+            for poisson_noise, spaced_noise in zip(poisson, spaced, strict=True)
         ]
         yield (str(clients), str(size), str(rounds), f"{momentum:g}", *values)
 

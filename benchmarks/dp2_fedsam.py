@@ -12,7 +12,14 @@ are kept, so an interrupted table continues.
 
 from __future__ import annotations
 
-from benchmarks.runs import APPS, Config, Experiment, overrides_of, paper, parser_of
+from benchmarks.runs import (
+    APPS,
+    Config,
+    Experiment,
+    experiment_parser,
+    parse_overrides,
+    preset_settings,
+)
 from flower_ext.runs import write_comparison
 from flower_ext.runs.app_settings import presets
 
@@ -42,16 +49,16 @@ DEFAULT: Config = {
 
 def main() -> None:
     """Run missing runs, then write the comparison."""
-    parser = parser_of("dp2-fedsam", __doc__)
+    parser = experiment_parser("dp2-fedsam", __doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--preset", choices=presets(APPS / "dp2-fedsam"), help="as in the paper")
     parser.add_argument("overrides", nargs="*", help="run-config values, name=value")
     arguments = parser.parse_args()
-    overrides = overrides_of(parser, "dp2-fedsam", arguments.overrides)
+    overrides = parse_overrides(parser, "dp2-fedsam", arguments.overrides)
     base = DEFAULT
     if arguments.preset:
-        base = paper("dp2-fedsam", arguments.preset) | {"evaluate-every": 20}
+        base = preset_settings("dp2-fedsam", arguments.preset) | {"evaluate-every": 20}
     experiment = Experiment.of(arguments, "dp2-fedsam", base | overrides)
     cases: dict[str, Config] = {method: {"method": method} for method in arguments.methods}
     groups = experiment.grouped(cases, range(1, arguments.seeds + 1), "DP²-FedSAM's table")

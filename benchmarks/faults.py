@@ -67,8 +67,8 @@ def main(
     for name in only or ():
         if name not in parts:
             raise typer.BadParameter(f"{name!r}: expected one of {', '.join(parts)}")
-    lost = run_parts({name: parts[name] for name in only or parts}, output / "faults.md")
-    sys.exit(1 if lost else 0)
+    broken = run_parts({name: parts[name] for name in only or parts}, output / "faults.md")
+    sys.exit(1 if broken else 0)
 
 
 def run_parts(parts: Mapping[str, Callable[[], tuple[str, bool]]], report: Path) -> list[str]:
@@ -85,7 +85,7 @@ def run_parts(parts: Mapping[str, Callable[[], tuple[str, bool]]], report: Path)
         print(f"\n{text}", flush=True)
 
     tell(f"# Faults\n\n{platform.machine()}, Python {platform.python_version()}.")
-    lost = []
+    broken = []
     for name, part in parts.items():
         started = time.monotonic()
         try:
@@ -95,10 +95,10 @@ def run_parts(parts: Mapping[str, Callable[[], tuple[str, bool]]], report: Path)
             text, verdict = f"## {name}\n\n```\n{traceback.format_exc()}```", "failed"
         tell(f"{text}\n\n{time.monotonic() - started:.0f} s, {verdict}.")
         if verdict != "kept":
-            lost.append(f"{name} ({verdict})")
+            broken.append(f"{name} ({verdict})")
     print(f"\nwritten to {report}")
-    tell(f"NOT ALL KEPT: {', '.join(lost)}" if lost else "all kept")
-    return lost
+    tell(f"NOT ALL KEPT: {', '.join(broken)}" if broken else "all kept")
+    return broken
 
 
 def engine(rounds: int, flood: int, *, private_rounds: int, seed: int) -> tuple[str, bool]:
@@ -107,9 +107,8 @@ def engine(rounds: int, flood: int, *, private_rounds: int, seed: int) -> tuple[
     outcomes.append(run_case(PRIVATE, private_rounds, flood=flood, seed=seed))
     faults: Counter[str] = sum((o.faults for o in outcomes), Counter())
     flooded = sum(o.faults["malformed"] for o in outcomes)
-    lines = [engine_table(outcomes), totals_table(faults)]
-    text = f"## Runs under faults\n\n{lines[0]}\n\n{lines[1]}\n\n{len(_kinds(outcomes))} kinds"
-    text += f" of malformed replies, {flooded:,} of them."
+    text = f"## Runs under faults\n\n{engine_table(outcomes)}\n\n{totals_table(faults)}"
+    text += f"\n\n{len(_kinds(outcomes))} kinds of malformed replies, {flooded:,} of them."
     return text, all(kept(outcome) for outcome in outcomes)
 
 
@@ -152,7 +151,7 @@ def engine_table(outcomes: Sequence[Outcome]) -> str:
 
 def totals_table(faults: Counter[str]) -> str:
     """Return a table with one row per kind of fault, over all methods."""
-    what = {
+    descriptions = {
         "dropped": "reply lost",
         "late": "reply of an earlier round (stale)",
         "raises": "client raises",
@@ -163,7 +162,9 @@ def totals_table(faults: Counter[str]) -> str:
         "relabelled": "the same, relabelled as of this round",
         "stranger": "reply of a node that was not asked",
     }
-    return table(("fault", "number"), [(t, f"{faults[name]:,}") for name, t in what.items()])
+    return table(
+        ("fault", "number"), [(text, f"{faults[name]:,}") for name, text in descriptions.items()]
+    )
 
 
 def _kinds(outcomes: Sequence[Outcome]) -> set[str]:
@@ -172,23 +173,23 @@ def _kinds(outcomes: Sequence[Outcome]) -> set[str]:
 
 def clients(count: int, *, seed: int) -> tuple[str, bool]:
     """Send malformed requests to the clients of all methods."""
-    found = everyone(count, seed=seed)
+    replies = everyone(count, seed=seed)
     header = ("method", "malformed requests", "kinds", "answered", "remembered", "sound", "refused")
     rows = [
         (n, a.requests, len(a.wrong), len(a.answered), len(a.remembered), a.sound, a.refused)
-        for n, a in found.items()
+        for n, a in replies.items()
     ]
-    return f"## Malformed requests\n\n{table(header, rows)}", all(map(_sound, found.values()))
+    return f"## Malformed requests\n\n{table(header, rows)}", all(map(_sound, replies.values()))
 
 
-def _sound(asked: Asked) -> bool:
-    return not (asked.answered or asked.remembered or asked.refused)
+def _sound(client: Asked) -> bool:
+    return not (client.answered or client.remembered or client.refused)
 
 
 def noise(rounds: int, *, seed: int) -> tuple[str, bool]:
     """Compare measured noise with the noise accounted for."""
     placements: tuple[NoisePlacement, ...] = ("client", "server")
-    found: list[Measured] = [
+    measurements: list[Measured] = [
         measure(dropout, placement, rounds=rounds, seed=seed)
         for placement in placements
         for dropout in DROPOUTS
@@ -202,24 +203,24 @@ def noise(rounds: int, *, seed: int) -> tuple[str, bool]:
             f"{m.ratio:.4f}" if m.released else "–",
             f"{m.too_little:.3f}" if m.released else "–",
         )
-        for m in found
+        for m in measurements
     ]
-    return f"## Noise under dropout\n\n{table(header, rows)}", all(m.enough for m in found)
+    return f"## Noise under dropout\n\n{table(header, rows)}", all(m.enough for m in measurements)
 
 
 def wire(rounds: int) -> tuple[str, bool]:
     """Search every message of every personalised method."""
-    found: list[Searched] = [
+    searches: list[Searched] = [
         search(name, build(), personal, rounds=rounds)
         for name, (build, personal) in PERSONALISED.items()
     ]
     header = ("method", "messages", "bytes on the wire", "personal bytes", "of these on the wire")
     rows = [
         (f.name, f.messages, f"{f.wire_bytes:,}", f"{f.personal_bytes:,}", f.found_bytes)
-        for f in found
+        for f in searches
     ]
-    nothing = all(f.found_bytes == f.found_names == 0 for f in found)
-    return f"## Personal parameters on the wire\n\n{table(header, rows)}", nothing
+    nothing_found = all(f.found_bytes == f.found_names == 0 for f in searches)
+    return f"## Personal parameters on the wire\n\n{table(header, rows)}", nothing_found
 
 
 def killed_processes(points: int, *, seed: int) -> tuple[str, bool]:

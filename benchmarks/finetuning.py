@@ -17,10 +17,10 @@ from benchmarks.runs import (
     Config,
     Experiment,
     differences,
-    last,
+    experiment_parser,
+    last_value,
+    last_values,
     mean_and_error,
-    over_seeds,
-    parser_of,
 )
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.page import table
@@ -87,7 +87,7 @@ TUNED: dict[str, Config] = {
 
 def main() -> None:
     """Run missing runs, print the tables, and write ``results.md``."""
-    parser = parser_of("finetuning", __doc__)
+    parser = experiment_parser("finetuning", __doc__)
     parser.set_defaults(workers=1)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
@@ -126,7 +126,7 @@ def searched(experiment: Experiment, names: Sequence[str]) -> list[str]:
 
 def accuracy(run: RunDirectory) -> float:
     """Return the accuracy after the last round."""
-    return last(run, ACCURACY)
+    return last_value(run, ACCURACY)
 
 
 def results(experiment: Experiment, methods: Sequence[str], seeds: Sequence[int]) -> list[str]:
@@ -143,7 +143,8 @@ def results(experiment: Experiment, methods: Sequence[str], seeds: Sequence[int]
     for tune, method in dict.fromkeys((str(c["tune"]), str(c["method"])) for c in cases.values()):
         columns = [groups.get(f"{tune}-{method}-{e:g}", []) for e in (*EPSILONS, 0.0)]
         cells = [
-            mean_and_error(over_seeds(runs, ACCURACY), sign="") if runs else "–" for runs in columns
+            mean_and_error(last_values(runs, ACCURACY), sign="") if runs else "–"
+            for runs in columns
         ]
         rows.append([tune, method, *cells, f"{bytes_up(next(filter(None, columns))[0]):,}"])
     header = ["trains", "method", *(f"ε = {e:g}" for e in EPSILONS), "no privacy", "bytes up"]

@@ -2,8 +2,8 @@
 
     python -m benchmarks guard
 
-The Runtime API is Flower's, on loopback. Apps run in namespaces, as at a site. Seconds of this
-process's processor are printed too, because a busy machine makes only the others longer.
+The Runtime API is Flower's, on loopback. Apps run in namespaces, as at a site. The benchmark prints
+wall time and, for the guard, also processor time, which a busy machine does not lengthen.
 """
 
 from __future__ import annotations
@@ -30,32 +30,36 @@ def main() -> None:
     parser.add_argument("--numbers", type=int, default=1_000_000)
     parser.add_argument("--messages", type=int, default=10)
     options = parser.parse_args()
-    apps: list[float] = []
+    app_seconds: list[float] = []
     answer_of = app_process.answer_of
 
     def timed(request: bytes, policy: GuardPolicy, log: IO[bytes]) -> bytes | None:
         started = time.perf_counter()
         answer = answer_of(request, policy, log)
-        apps.append(time.perf_counter() - started)
+        app_seconds.append(time.perf_counter() - started)
         return answer
 
     vars(service)["answer_of"] = timed
     arrays = {"vector": np.zeros(options.numbers, np.float32)}
     with TemporaryDirectory() as folder, LoopbackSuperNode() as node:
-        more = "answer-limit = 1_000_000_000"
+        larger_limit = "answer-limit = 1_000_000_000"
         path = write_policy(Path(folder, "guard.toml"), epsilon=1e6)
-        path.write_text(path.read_text().replace("answer-limit = 4_000_000", more))
+        path.write_text(path.read_text().replace("answer-limit = 4_000_000", larger_limit))
         runtime = Runtime(node.address, root_certificates=None, secret=b"secret")
         guard = service.Guard(read_policy(path), runtime, tell=lambda line: None)
-        own, processor = [], []
+        guard_seconds, processor = [], []
         for _ in range(options.messages + 1):
             node.send(arrays)
             started, spent = time.perf_counter(), time.thread_time()
             guard.serve_one()
-            own.append(time.perf_counter() - started - apps[-1])
+            guard_seconds.append(time.perf_counter() - started - app_seconds[-1])
             processor.append(time.thread_time() - spent)
             assert node.replies()[0].has_content()
-    for name, seconds in (("app", apps), ("guard", own), ("guard's processor", processor)):
+    for name, seconds in (
+        ("app", app_seconds),
+        ("guard", guard_seconds),
+        ("guard's processor", processor),
+    ):
         middle, most = statistics.median(seconds[1:]), max(seconds[1:])
         print(f"{name:18} median {middle:.3f} s, largest {most:.3f} s of {options.messages}")
 

@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.runs import Config, Experiment, over_seeds, overrides_of, parser_of, run
+from benchmarks.runs import Config, Experiment, experiment_parser, last_values, parse_overrides, run
 from flower_ext.files import write_whole
 from flower_ext.privacy import AdversaryView, epsilon_text
 from flower_ext.runs import RunDirectory
@@ -68,11 +68,11 @@ HEADER = ("mechanism", "ε", "accuracy", "last norm", "seconds", "MB")
 
 def main() -> None:
     """Run missing runs, one after another, then write the table."""
-    parser = parser_of("mechanisms", __doc__)
+    parser = experiment_parser("mechanisms", __doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("overrides", nargs="*", help="run-config values, name=value")
     arguments = parser.parse_args()
-    overrides = overrides_of(parser, "dp2-fedsam", arguments.overrides)
+    overrides = parse_overrides(parser, "dp2-fedsam", arguments.overrides)
     experiment = Experiment.of(arguments, "dp2-fedsam", DEFAULT | overrides)
     rows = []
     for name, changes in CASES.items():
@@ -80,12 +80,12 @@ def main() -> None:
             experiment.config(f"{name}-{seed}", changes, {"seed": seed})
             for seed in range(1, arguments.seeds + 1)
         ]
-        rows.append(row(name, list(measured(experiment.app, configs))))
+        rows.append(row(name, list(measured_runs(experiment.app, configs))))
         print(" · ".join(rows[-1]), flush=True)
     experiment.write("mechanisms", table(HEADER, rows))
 
 
-def measured(
+def measured_runs(
     app: Path, configs: Iterable[Config]
 ) -> Iterator[tuple[RunDirectory, Mapping[str, float]]]:
     """Yield each run with the seconds and megabytes that its process used."""
@@ -97,11 +97,11 @@ def measured(
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
                 process.submit(run, app, config).result()
                 usage = process.submit(resource.getrusage, resource.RUSAGE_SELF).result()
-            used = {
+            resources = {
                 "seconds": usage.ru_utime + usage.ru_stime,
                 "megabytes": usage.ru_maxrss * 1024 / 1e6,
             }
-            write_whole(file, json.dumps(used).encode(), private=False)
+            write_whole(file, json.dumps(resources).encode(), private=False)
         yield RunDirectory.open(path), json.loads(file.read_text())
 
 
@@ -114,7 +114,7 @@ def row(name: str, runs: Sequence[tuple[RunDirectory, Mapping[str, float]]]) -> 
         for claim in directory.guarantees()
         if claim.view is AdversaryView.RELEASED_MODELS and claim.basis == "provable"
     )
-    accuracies = over_seeds(directories, "accuracy_mean")
+    accuracies = last_values(directories, "accuracy_mean")
     spread = f" ± {statistics.stdev(accuracies):.3f}" if len(accuracies) > 1 else ""
     seconds, memory = (
         statistics.fmean(usage[name] for _, usage in runs) for name in ("seconds", "megabytes")

@@ -136,7 +136,7 @@ def coverage(
     runs: int,
     epsilon: float,
 ) -> list[tuple[str, str, str, str]]:
-    """Return for each statistic: its words, and how many of its intervals cover."""
+    """Return each statistic's title, intervals, share that covers, and mean standard error."""
     users, released = rounds_of(load(folder), joint)
     terms = terms_of(users)
     exact = released(ReleasePlan(noise_multiplier=1e-5, **terms))
@@ -144,8 +144,8 @@ def coverage(
     covered: dict[str, list[bool]] = {}
     errors: dict[str, list[float]] = {}
     for _ in range(runs):
-        for statistic, own in released(plan).items():
-            for each, truth in zip(own, exact[statistic], strict=True):
+        for statistic, noised in released(plan).items():
+            for each, truth in zip(noised, exact[statistic], strict=True):
                 covered.setdefault(statistic.title, []).append(
                     each.lower <= truth.value <= each.upper
                 )

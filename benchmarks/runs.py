@@ -7,7 +7,6 @@ import logging
 import math
 import shutil
 import statistics
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
@@ -18,11 +17,12 @@ from typing import Any
 
 from rich.progress import track
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation.engines.run_app import run_app
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.app_settings import preset
+from flower_ext.runs.app_settings import checked_settings, declared_settings, preset
 from flower_ext.runs.figures import Chart, Line, draw_lines
-from flower_ext.runs.settings import num_nodes
+from flower_ext.runs.settings import changed_settings, num_nodes
 
 Config = dict[str, bool | float | int | str]
 APPS = Path(__file__).parents[1] / "apps"
@@ -30,7 +30,7 @@ SEARCH_SEED = 1001
 """First seed of a search: trials see other clients, models and noise than the reported runs."""
 
 
-def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
+def experiment_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """Return the parser of an experiment, with the options that all of them have."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks {name}",
@@ -43,34 +43,18 @@ def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def settings(app: Path) -> Config:
-    """Return the run-config defaults of an app."""
-    project = tomllib.loads((app / "pyproject.toml").read_text())
-    return dict(project["tool"]["flwr"]["app"]["config"])
-
-
-def paper(app: str, name: str, **chosen: Any) -> Config:
+def preset_settings(app: str, name: str, **chosen: Any) -> Config:
     """Return the settings of an app's preset, with others chosen (underscores for hyphens)."""
     changes = {key.replace("_", "-"): value for key, value in chosen.items()}
     return {**preset(APPS / app, name).settings(changes), **changes}
 
 
-def overrides_of(parser: argparse.ArgumentParser, app: str, texts: Iterable[str]) -> Config:
-    """Return ``name=value`` texts as settings, each read as the type of the app's default.
-
-    A name that the app does not have, or a value of the wrong type, is an error of the parser.
-    """
-    defaults, changes = settings(APPS / app), Config()
-    for text in texts:
-        name, _, value = text.partition("=")
-        if name not in defaults:
-            parser.error(f"{name!r}: expected one of {', '.join(sorted(defaults))}")
-        kind = type(defaults[name])
-        try:
-            changes[name] = value == "true" if kind is bool else kind(value)
-        except ValueError as error:
-            parser.error(f"{name}: {error}")
-    return changes
+def parse_overrides(parser: argparse.ArgumentParser, app: str, texts: Sequence[str]) -> Config:
+    """Return ``name=value`` texts as an app's settings; refuse an unfit text by the parser."""
+    try:
+        return checked_settings(APPS / app, texts)[1]
+    except InvalidValue as error:
+        parser.error(str(error))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +72,8 @@ class Experiment:
         data = arguments.data_folder and str(Path(arguments.data_folder).absolute())
         folder = arguments.output.absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        base = settings(APPS / app) | changes | {"data-folder": data}
+        defaults, _ = declared_settings(APPS / app)
+        base = defaults | changes | {"data-folder": data}
         return cls(app=APPS / app, folder=folder, base=base, workers=arguments.workers)
 
     def config(self, name: str, *changes: Config) -> Config:
@@ -210,22 +195,22 @@ def run(app: Path, config: Config) -> RunDirectory:
     return RunDirectory.open(path)
 
 
-def last(run: RunDirectory, metric: str) -> float:
+def last_value(run: RunDirectory, metric: str) -> float:
     """Return the metric of the last evaluation; NaN if training diverged."""
     values = run.metrics().series(metric)[1]
     return values[-1] if values else math.nan
 
 
-def over_seeds(runs: Sequence[RunDirectory], metric: str) -> list[float]:
+def last_values(runs: Sequence[RunDirectory], metric: str) -> list[float]:
     """Return the last value of ``metric`` of each run."""
-    return [last(run, metric) for run in runs]
+    return [last_value(run, metric) for run in runs]
 
 
 def differences(
     runs: Sequence[RunDirectory], others: Sequence[RunDirectory], metric: str
 ) -> list[float]:
     """Return by how much ``metric`` of each run exceeds that of the other run with its seed."""
-    pairs = zip(over_seeds(runs, metric), over_seeds(others, metric), strict=True)
+    pairs = zip(last_values(runs, metric), last_values(others, metric), strict=True)
     return [value - other for value, other in pairs]
 
 
@@ -251,9 +236,8 @@ def _check_same(run: RunDirectory, config: Config) -> None:
 
     The folders do not count, because a run may have been moved or copied from another machine.
     """
-    compared = {n: v for n, v in config.items() if n not in ("run-directory", "data-folder")}
-    other = [n for n, value in compared.items() if value != "" and run.config.get(n) != value]
-    if other:
+    chosen = {name: value for name, value in config.items() if value != ""}
+    if changed := changed_settings(run.config, chosen, free=("run-directory", "data-folder")):
         raise FileExistsError(
-            f"{run.path} holds a run with another {', '.join(other)}: name another output folder"
+            f"{run.path} holds a run with another {', '.join(changed)}: name another output folder"
         )

@@ -27,9 +27,9 @@ from flwr.app import ArrayRecord
 from torch import nn
 from torch.nn.functional import avg_pool2d
 
-from benchmarks.report.rows import Row, keep, read, where
-from benchmarks.report.tables import private_gains
-from benchmarks.runs import SEARCH_SEED, parser_of
+from benchmarks.report.rows import Row, read_rows, select_rows, store_rows
+from benchmarks.report.tables.sharing import private_gains
+from benchmarks.runs import SEARCH_SEED, experiment_parser
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
 from flower_ext.data import ClientData, Examples, datasets
 from flower_ext.federation import FederatedStrategy, InProcessGrid, Method
@@ -55,6 +55,8 @@ GRIDS: Mapping[str, Mapping[str, Sequence[float]]] = {
     "DP²-FedSAM": {"learning_rate": (0.3,), "clipping_norm": (0.3, 1.0)},
 }
 """Methods, and the values of their settings to search."""
+LARGEST_SHARE = 0.9
+"""Share of the training images that a cell may need; the classes are not equally large."""
 COLUMNS = ("clients", "examples", "classes", "method", "settings", "seed", "accuracy", "epsilon")
 
 
@@ -81,7 +83,7 @@ def build(pixels: int) -> nn.Sequential:
     return model
 
 
-def halves(name: str, folder: Path | None) -> tuple[Examples, Examples]:
+def split_examples(name: str, folder: Path | None) -> tuple[Examples, Examples]:
     """Return training and test examples, six to one; large images at half their resolution."""
     data = datasets.load(name, folder)
     images = data.features if data.features.shape[-1] < 28 else avg_pool2d(data.features, 2)
@@ -91,7 +93,7 @@ def halves(name: str, folder: Path | None) -> tuple[Examples, Examples]:
     return both.subset(order[:cut]), both.subset(order[cut:])
 
 
-def dealt(cell: Cell, train: Examples, test: Examples, seed: int) -> list[ClientData]:
+def deal_clients(cell: Cell, train: Examples, test: Examples, seed: int) -> list[ClientData]:
     """Deal examples to clients: no training image twice, and each class to equally many clients.
 
     Raises
@@ -112,8 +114,8 @@ def dealt(cell: Cell, train: Examples, test: Examples, seed: int) -> list[Client
         classes, deck = deck[: cell.classes], deck[cell.classes :]
         labels = [classes[i % cell.classes] for i in range(max(cell.examples, count))]
         chosen = [unused[label].pop() for label in labels[: cell.examples]]
-        tested = [rng.choice(tests[label]) for label in labels[:count]]
-        clients.append(ClientData(train=train.subset(chosen), test=test.subset(tested)))
+        test_images = [rng.choice(tests[label]) for label in labels[:count]]
+        clients.append(ClientData(train=train.subset(chosen), test=test.subset(test_images)))
     return clients
 
 
@@ -166,14 +168,16 @@ def plan_of(name: str, settings: Mapping[str, float], clients: int) -> PrivacyPl
     )
 
 
-def measured(cell: Cell, halves: tuple[Examples, Examples], seeds: int) -> list[list[Any]]:
+def measure_cell(cell: Cell, parts: tuple[Examples, Examples], seeds: int) -> list[list[Any]]:
     """Return a row for each method and seed, with the settings that the search found."""
-    searched = dealt(cell, *halves, SEARCH_SEED)
+    search_clients = deal_clients(cell, *parts, SEARCH_SEED)
     rows = []
-    populations = {seed: dealt(cell, *halves, seed) for seed in range(1, seeds + 1)}
+    populations = {seed: deal_clients(cell, *parts, seed) for seed in range(1, seeds + 1)}
     for method, grid in GRIDS.items():
         trials = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
-        best = max(trials, key=lambda trial: accuracy(method, trial, searched, SEARCH_SEED)[0])
+        best = max(
+            trials, key=lambda trial: accuracy(method, trial, search_clients, SEARCH_SEED)[0]
+        )
         settings = " ".join(f"{name}={value:g}" for name, value in best.items())
         for seed, clients in populations.items():
             score, epsilon = accuracy(method, best, clients, seed)
@@ -185,7 +189,7 @@ def measured(cell: Cell, halves: tuple[Examples, Examples], seeds: int) -> list[
 
 def main() -> None:
     """Measure the cells that are missing in the output folder; keep the rows of all."""
-    parser = parser_of("sharing", __doc__)
+    parser = experiment_parser("sharing", __doc__)
     parser.add_argument("--dataset", default="mnist", choices=("mnist", "digits"))
     parser.add_argument("--clients", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--examples", type=int, nargs="+", default=[5, 50])
@@ -195,17 +199,19 @@ def main() -> None:
     folder: Path = arguments.output
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    both = halves(arguments.dataset, Path(arguments.data_folder) if arguments.data_folder else None)
-    for numbers in product(arguments.clients, arguments.examples, arguments.classes):
-        cell = Cell(*numbers)
+    parts = split_examples(
+        arguments.dataset, Path(arguments.data_folder) if arguments.data_folder else None
+    )
+    for sizes in product(arguments.clients, arguments.examples, arguments.classes):
+        cell = Cell(*sizes)
         path = folder / f"{cell.name}.csv"
-        if cell.clients * cell.examples <= 0.9 * len(both[0]) and not path.exists():
-            write_rows(path, COLUMNS, measured(cell, both, arguments.seeds))
+        if cell.clients * cell.examples <= LARGEST_SHARE * len(parts[0]) and not path.exists():
+            write_rows(path, COLUMNS, measure_cell(cell, parts, arguments.seeds))
             print(path, flush=True)
     files = sorted(folder.glob("*-*-*.csv"))
-    rows = [row for path in files for row in read(path.stem, folder=folder)]
+    rows = [row for path in files for row in read_rows(path.stem, folder=folder)]
     if arguments.dataset == "mnist":
-        keep("sharing", COLUMNS, [[row[name] for name in COLUMNS] for row in rows])
+        store_rows("sharing", COLUMNS, [[row[name] for name in COLUMNS] for row in rows])
         draw(rows, folder)
 
 
@@ -213,10 +219,12 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
     """Draw what sharing at ε = 2 gains over a client alone, by the number of examples a client."""
     lines: dict[str, Line] = {}
     for clients, classes in product(("100", "1000"), ("2", "10")):
-        line = where(rows, clients=clients, classes=classes)
+        line = select_rows(rows, clients=clients, classes=classes)
         sizes = sorted({int(row["examples"]) for row in line})
         if sizes:
-            values = [statistics.mean(private_gains(where(line, examples=n))[1]) for n in sizes]
+            values = [
+                statistics.mean(private_gains(select_rows(line, examples=n))[1]) for n in sizes
+            ]
             lines[f"{clients} clients, {classes} classes each"] = sizes, values
     chart = Chart(
         title="What sharing at ε = 2 gains over a client alone",

@@ -39,16 +39,16 @@ def main(
     output: Annotated[Path, typer.Option(help="folder of the figure")] = Path("figures"),
 ) -> None:
     """Print the times, and the largest difference between both curves."""
-    seconds, processor, megabytes = linked(rows)
+    seconds, processor, megabytes = time_link(rows)
     print(f"link of {rows:,} rows: {seconds:.0f} s ({processor:.0f} s of a processor)", end="")
     print(f", {megabytes:.0f} MB")
-    seconds, processor = queried()
+    seconds, processor = time_query()
     print(f"query of {USERS:,} users in {SILOS} silos: {seconds:.1f} s ({processor:.1f} s)")
-    figure, gap, error = survival(data_folder, output)
+    figure, gap, error = draw_survival(data_folder, output)
     print(f"{figure}: curves differ by up to {gap:.3f}, with standard errors up to {error:.3f}")
 
 
-def linked(rows: int) -> tuple[float, float, float]:
+def time_link(rows: int) -> tuple[float, float, float]:
     """Return seconds, a processor's seconds and megabytes of linking a file with ``rows`` rows."""
     with TemporaryDirectory() as folder:
         table, key = Path(folder) / "people.csv", Path(folder) / "study.key"
@@ -59,17 +59,17 @@ def linked(rows: int) -> tuple[float, float, float]:
                 person = row % (rows // 2)  # everybody twice
                 born = f"{1920 + person % 90}-{1 + person % 12:02}-{1 + person % 28:02}"
                 stream.write(f"Müller-{person},Anna {person % 977},{born},{person % 90}.5\n")
-        words = [sys.executable, "-m", "flower_ext.cli.main", "link", "users", str(table)]
-        words += ["--by", "surname", "--by", "given", "--by-date", "born", "--key", str(key)]
-        words += ["--buckets", "10000000", "-o", str(Path(folder) / "linked.csv")]
+        command = [sys.executable, "-m", "flower_ext.cli.main", "link", "users", str(table)]
+        command += ["--by", "surname", "--by", "given", "--by-date", "born", "--key", str(key)]
+        command += ["--buckets", "10000000", "-o", str(Path(folder) / "linked.csv")]
         began = time.perf_counter()
-        process = os.posix_spawn(sys.executable, words, os.environ)
+        process = os.posix_spawn(sys.executable, command, os.environ)
         _, status, used = os.wait4(process, 0)
         assert status == 0
         return time.perf_counter() - began, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
 
 
-def queried() -> tuple[float, float]:
+def time_query() -> tuple[float, float]:
     """Return seconds, and a processor's, of one query of `USERS` users under a secure sum."""
     rng = np.random.default_rng(0)
     owners, silo = rng.integers(USERS, size=3 * USERS), rng.integers(SILOS, size=3 * USERS)
@@ -85,7 +85,7 @@ def queried() -> tuple[float, float]:
     return time.perf_counter() - began, time.process_time() - began_work
 
 
-def survival(folder: Path | None, output: Path) -> tuple[Path, float, float]:
+def draw_survival(folder: Path | None, output: Path) -> tuple[Path, float, float]:
     """Draw both curves; return the figure, their largest difference, and the standard error."""
     path, _ = find_files("tcga-brca", [("tcga_brca/brca.csv", "tcga_brca/centers.csv")], folder)
     with path.open(encoding="utf-8", newline="") as stream:

@@ -56,8 +56,8 @@ def test_an_opening_that_makes_the_reader_guess_is_found(word):
 
 
 def test_no_docstring_begins_with_a_question_word():
-    found = {path: openings(path.read_text(encoding="utf-8")) for path in modules()}
-    assert {path.as_posix(): lines for path, lines in found.items() if lines} == {}
+    openings_found = {path: openings(path.read_text(encoding="utf-8")) for path in modules()}
+    assert {path.as_posix(): lines for path, lines in openings_found.items() if lines} == {}
 
 
 @pytest.mark.parametrize(
@@ -68,5 +68,7 @@ def test_an_old_word_or_a_long_name_is_found(name):
 
 
 def test_each_test_states_its_property_in_few_plain_words():
-    found = {path: names_to_change(path.read_text(encoding="utf-8")) for path in modules_of_tests()}
-    assert {path.as_posix(): names for path, names in found.items() if names} == {}
+    names_found = {
+        path: names_to_change(path.read_text(encoding="utf-8")) for path in modules_of_tests()
+    }
+    assert {path.as_posix(): names for path, names in names_found.items() if names} == {}

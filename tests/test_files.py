@@ -56,6 +56,7 @@ def test_a_lock_that_a_forked_child_holds_waits_for_the_child(tmp_path):
 
 
 def _write(path, content, times, begin, errors):
+    """Write a file some times, and report an error."""
     begin.wait(timeout=60)
     try:
         for _ in range(times):

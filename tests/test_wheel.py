@@ -63,10 +63,10 @@ def test_the_wheel_holds_every_module_and_every_file_of_the_apps(installed):
         pytest.skip("no checkout of Git: nothing says which files there should be")
     templates = "flower_ext/cli/templates/"
     expected = {name.replace("apps/", templates, 1) for name in tracked}
-    found = {str(p.relative_to(installed)) for p in installed.rglob("*") if p.is_file()}
+    installed_files = {str(p.relative_to(installed)) for p in installed.rglob("*") if p.is_file()}
     assert len(expected) > 200
-    assert expected <= found
-    assert all(name in expected or ".dist-info/" in name for name in found)
+    assert expected <= installed_files
+    assert all(name in expected or ".dist-info/" in name for name in installed_files)
 
 
 @pytest.mark.parametrize("project", [*CHECKOUT.glob("plugins/*/pyproject.toml")], ids=str)

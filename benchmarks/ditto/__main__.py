@@ -4,14 +4,16 @@
     python -m benchmarks dp-ditto planner --data-folder DATA --output RESULTS
     python -m benchmarks dp-ditto provable --data-folder DATA --output RESULTS
 
-The default is 20 clients of two classes with 1,000 training records each, and three seeds. It takes
-some minutes per figure and data set on two cores; ``--worlds cifar10-lenet`` takes half an hour.
-Every method of Figures 3 and 4 runs at the best of three learning rates, the same three for all.
-``planner`` compares the T* of Theorem 1, from a pilot run, with a sweep. ``provable`` is not in the
-paper: its noise is in the local steps, for a provable ε of 10. ``--full`` takes the paper's
-networks, 2,500 records and more T. The noise is what Eqn 8 asks for at the figure's ε. Any other
-run-config value of the app can be overridden as ``name=value``. Finished runs in the output folder
-are kept.
+The default is 20 clients of two classes with 1,000 training records each, and three seeds. A figure
+takes some minutes per data set on two cores; ``--worlds cifar10-lenet`` takes half an hour. Every
+method of Figures 3 and 4 runs at the best of the same three learning rates. The noise is what Eqn 8
+requires for the figure's ε. ``--full`` takes the paper's networks, 2,500 records and more T.
+
+``planner`` compares the T* of Theorem 1, from a pilot run, with a sweep over T. ``provable`` is not
+in the paper: clients noise their local steps, for a provable ε of 10.
+
+Any other run-config value of the app can be overridden as ``name=value``. Finished runs in the
+output folder are kept.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from dataclasses import replace
 
 from benchmarks.ditto.experiment import DEFAULT, FULL, SETTINGS, WORLDS
 from benchmarks.ditto.figures import FIGURES
-from benchmarks.runs import Experiment, overrides_of, parser_of
+from benchmarks.runs import Experiment, experiment_parser, parse_overrides
 
 
 def main() -> None:
     """Run missing runs, print the table, and write it to ``figure-<n>.md``."""
-    parser = parser_of("dp-ditto", __doc__)
+    parser = experiment_parser("dp-ditto", __doc__)
     parser.add_argument("figure", choices=FIGURES)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, nargs="+", help="every T, of figures with several")
@@ -34,7 +36,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="the paper's three data sets")
     parser.add_argument("overrides", nargs="*", help="name=value, right after the figure")
     arguments = parser.parse_args()
-    overrides = overrides_of(parser, "dp-ditto", arguments.overrides)
+    overrides = parse_overrides(parser, "dp-ditto", arguments.overrides)
     scale = FULL if arguments.full else DEFAULT
     if arguments.rounds:
         T = tuple(arguments.rounds)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
 
-from benchmarks.runs import APPS, Config, Experiment, paper
+from benchmarks.runs import APPS, Config, Experiment, preset_settings
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.privacy.guarantee import Basis
 from flower_ext_planner.convergence import DittoProblem
@@ -31,7 +31,7 @@ WORLDS: dict[str, Config] = {
 """The paper's worlds; ``fashion-mnist-dnn`` and ``cifar10-lenet`` are smaller additions."""
 BEST_WEIGHT = {10.0: 0.005, 100.0: 0.01}
 """λ* that the paper found, for each ε of Figures 3 and 4."""
-SETTINGS = paper("dp-ditto", "ditto-fig3-mnist-dnn") | {
+SETTINGS = preset_settings("dp-ditto", "ditto-fig3-mnist-dnn") | {
     "partition": "pathological",
     "classes-per-client": 2,
     "batch-size": 32,
@@ -41,7 +41,7 @@ SETTINGS = paper("dp-ditto", "ditto-fig3-mnist-dnn") | {
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Part of the paper's experiments that is run.
+    """The part of the paper's experiments to run.
 
     Parameters
     ----------
@@ -119,11 +119,11 @@ def planned_rounds(
     return rounds
 
 
-def of_length(rounds: int) -> Config:
+def length_settings(rounds: int) -> Config:
     """Return the settings of a run with so many rounds and one evaluation at its end."""
     return {"rounds": rounds, "evaluate-every": rounds}
 
 
-def at_rate(rate: float) -> Config:
+def rate_settings(rate: float) -> Config:
     """Return the settings of one learning rate for the shared and the personal model."""
     return {"learning-rate": rate, "personal-learning-rate": rate}

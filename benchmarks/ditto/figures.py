@@ -13,13 +13,13 @@ from benchmarks.ditto.experiment import (
     METHODS,
     WORLDS,
     Scale,
-    at_rate,
-    of_length,
+    length_settings,
     pilot,
     planned_rounds,
+    rate_settings,
 )
-from benchmarks.report.rows import keep
-from benchmarks.runs import Config, Experiment, last, over_seeds
+from benchmarks.report.rows import store_rows
+from benchmarks.runs import Config, Experiment, last_value, last_values
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.comparison import mean_and_std
 from flower_ext.runs.figures import Line
@@ -36,8 +36,8 @@ Sweep = Mapping[str, Mapping[int, Sequence[RunDirectory]]]
 def figure_2(experiment: Experiment, scale: Scale) -> str:
     """Draw h(T, λ) and the line below it: softmax regression on MNIST, ε = 100, λ = 0.1.
 
-    The paper prints no constants of its losses. Those of a pilot run are taken; at the paper's
-    learning rate of 0.005, and at larger ones, of which the bound needs some to fall at all.
+    The paper does not print the constants of its losses, so they come from a pilot run. The figure
+    has the paper's learning rate of 0.005 and 0.1, because the bound falls only at larger rates.
     """
     weight, most = 0.1, 1000
     candidates = np.arange(1, most + 1)
@@ -49,7 +49,7 @@ def figure_2(experiment: Experiment, scale: Scale) -> str:
             "epsilon": 100.0,
             "global-weight": weight,
             "batch-size": 0,
-            **at_rate(rate),
+            **rate_settings(rate),
         }
         for seed in scale.seeds:
             problem, variance = pilot(experiment, case, seed)
@@ -76,7 +76,7 @@ def figure_2(experiment: Experiment, scale: Scale) -> str:
     experiment.draw("figure-2", "h(T, λ)", "h", lines, xlabel="T", log=True)
     header = ["η", "bound", "seed", "ε_L, ε_G", "T*", "h(0)", "h(1)", "h(80)", f"h({most})"]
     header.append("least distance to the line")
-    keep("dp-ditto-figure-2", header, rows)
+    store_rows("dp-ditto-figure-2", header, rows)
     return f"# Figure 2\n\n{table(header, rows)}"
 
 
@@ -145,14 +145,14 @@ def figure_7(experiment: Experiment, scale: Scale) -> str:
     text = _against_rounds(experiment, "figure-7", sweep, (LOSS, SPREAD))
     by_weight: dict[str, list[Line]] = {}
     for T in every:
-        spreads = [over_seeds(sweep[label][T], SPREAD) for label in cases]
+        spreads = [last_values(sweep[label][T], SPREAD) for label in cases]
         by_weight[f"T = {T}"] = [(weights, values) for values in zip(*spreads, strict=True)]
     title = "Standard deviation of training losses"
     experiment.draw("figure-7-weights", title, "fairness", by_weight, xlabel="λ")
 
     def outcome(T: int, weight: float) -> Outcome:
         runs = sweep[f"λ = {weight:g}"][T]
-        loss, spread = (float(np.mean(over_seeds(runs, metric))) for metric in (LOSS, SPREAD))
+        loss, spread = (float(np.mean(last_values(runs, metric))) for metric in (LOSS, SPREAD))
         return Outcome(loss=loss, unfairness=spread)
 
     schedule = alternating_search(outcome, rounds=every, global_weights=weights, start=1.0)
@@ -171,7 +171,7 @@ def _best_weights(sweep: Sweep, weights: Sequence[float], every: Sequence[int]) 
     for name, metric, pick in (*measures, ("accuracy", ACCURACY, max)):
         cells = []
         for T in every:
-            values = [over_seeds(sweep[f"λ = {weight:g}"][T], metric) for weight in weights]
+            values = [last_values(sweep[f"λ = {weight:g}"][T], metric) for weight in weights]
             by_seed = np.array([np.mean(values, axis=1), *np.transpose(values)])
             best, *each = by_seed.argmin(axis=1) if pick is min else by_seed.argmax(axis=1)
             cells.append(f"{weights[best]:g} ({', '.join(f'{weights[w]:g}' for w in each)})")
@@ -193,11 +193,13 @@ def _methods(experiment: Experiment, scale: Scale, name: str, epsilon: float) ->
         place = f"{name}-{world}"
         rates: dict[str, Config] = {}
         if scale.learning_rates:
-            short = {label: {**case, **of_length(scale.rounds[0])} for label, case in cases.items()}
-            trials = [at_rate(rate) for rate in scale.learning_rates]
+            short = {
+                label: {**case, **length_settings(scale.rounds[0])} for label, case in cases.items()
+            }
+            trials = [rate_settings(rate) for rate in scale.learning_rates]
             rates = experiment.best(
                 {f"{place}/{label}": trials for label in cases},
-                lambda run: last(run, ACCURACY),
+                lambda run: last_value(run, ACCURACY),
                 place,
                 fixed={f"{place}/{label}": case for label, case in short.items()},
             )
@@ -228,7 +230,7 @@ def planner(experiment: Experiment, scale: Scale) -> str:
             "epsilon": epsilon,
             "global-weight": weight,
             "batch-size": 0,
-            **at_rate(0.1),
+            **rate_settings(0.1),
         }
         stars = [
             ", ".join(map(str, planned_rounds(experiment, case, basis, every[-1], scale.seeds)))
@@ -237,7 +239,7 @@ def planner(experiment: Experiment, scale: Scale) -> str:
         label = f"ε = {epsilon:g}"
         runs = _sweep(experiment, scale, "planner", {label: case}, every)[label]
         for name, metric, pick in (("training loss", LOSS, min), ("accuracy", ACCURACY, max)):
-            means = {T: float(np.mean(over_seeds(runs[T], metric))) for T in every}
+            means = {T: float(np.mean(last_values(runs[T], metric))) for T in every}
             best = pick(every, key=lambda T: means[T])
             cells = (f"{means[T]:.4f}" for T in every)
             rows.append((f"{epsilon:g}", f"{weight:g}", *stars, name, best, *cells))
@@ -255,7 +257,7 @@ def provable(experiment: Experiment, scale: Scale) -> str:
         "examples-per-client": 1000,
         "batch-size": 32,
         "delta": 1e-5,
-        **of_length(10),
+        **length_settings(10),
     }
     worlds: dict[str, Config] = {
         "digits": {
@@ -263,7 +265,7 @@ def provable(experiment: Experiment, scale: Scale) -> str:
             "examples-per-client": 75,
             "batch-size": 16,
             "delta": 1e-4,
-            **of_length(30),
+            **length_settings(30),
         },
         "MNIST": WORLDS["mnist-dnn"] | on_mnist,
         "Fashion-MNIST": WORLDS["fashion-mnist-dnn"] | on_mnist,
@@ -282,13 +284,13 @@ def provable(experiment: Experiment, scale: Scale) -> str:
     cases: dict[str, Config] = {
         f"provable/{world}-{count}-{weight:g}-{method}": {
             **worlds[world],
-            **of_method,
-            **at_rate(0.1),
+            **method_changes,
+            **rate_settings(0.1),
             "partition": classes[count],
             "global-weight": weight,
         }
         for world, count, weight in keys
-        for method, of_method in methods.items()
+        for method, method_changes in methods.items()
     }
     groups = iter(experiment.grouped(cases, scale.seeds, "DP-Ditto, provable").values())
     rows = []
@@ -296,7 +298,7 @@ def provable(experiment: Experiment, scale: Scale) -> str:
         row = [world, count, f"{weight:g}"]
         for _ in methods:
             runs = next(groups)
-            row += [mean_and_std(over_seeds(runs, metric)) for metric in (ACCURACY, WORST)]
+            row += [mean_and_std(last_values(runs, metric)) for metric in (ACCURACY, WORST)]
         rows.append(row)
     header = ("data", "classes a client", "λ", "no privacy", "worst tenth", "ε = 10", "worst tenth")
     return "# DP-Ditto at a provable ε\n\n" + table(header, rows)
@@ -311,7 +313,9 @@ def _sweep(
 ) -> dict[str, dict[int, list[RunDirectory]]]:
     """Run each case with every T, under every seed."""
     keys = [(label, T) for label in cases for T in every]
-    changes = {f"{name}/{label}, T = {T}": {**cases[label], **of_length(T)} for label, T in keys}
+    changes = {
+        f"{name}/{label}, T = {T}": {**cases[label], **length_settings(T)} for label, T in keys
+    }
     groups = experiment.grouped(changes, scale.seeds, name).values()
     sweep: dict[str, dict[int, list[RunDirectory]]] = {label: {} for label in cases}
     for (label, T), runs in zip(keys, groups, strict=True):
@@ -324,7 +328,7 @@ def _against_rounds(experiment: Experiment, name: str, sweep: Sweep, metrics: Se
     for metric in metrics:
         lines: dict[str, list[Line]] = {}
         for label, by_rounds in sweep.items():
-            values = [over_seeds(runs, metric) for runs in by_rounds.values()]
+            values = [last_values(runs, metric) for runs in by_rounds.values()]
             lines[label] = [(list(by_rounds), list(line)) for line in zip(*values, strict=True)]
         experiment.draw(f"{name}-{metric}", f"{metric}, {name}", metric, lines, xlabel="T")
     rows = [
@@ -339,8 +343,8 @@ _HEADER = ("", "accuracy", "worst tenth", "Jain", "training loss", "std of train
 
 
 def _row(label: str, runs: Sequence[RunDirectory]) -> tuple[str, ...]:
-    numbers = (mean_and_std(over_seeds(runs, m)) for m in (ACCURACY, WORST, JAIN))
-    losses = (mean_and_std(over_seeds(runs, m), digits=4) for m in (LOSS, SPREAD))
+    numbers = (mean_and_std(last_values(runs, m)) for m in (ACCURACY, WORST, JAIN))
+    losses = (mean_and_std(last_values(runs, m), digits=4) for m in (LOSS, SPREAD))
     return (label, *numbers, *losses)
 
 

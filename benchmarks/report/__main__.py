@@ -17,7 +17,7 @@ from benchmarks.report.rows import COLUMNS, collect
 
 
 def main() -> None:
-    """Collect runs if asked to; write the tables of all pages."""
+    """Collect runs with ``--collect``; write the tables of all pages."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks report",
         description=__doc__,

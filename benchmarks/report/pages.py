@@ -13,10 +13,12 @@ BLOCK = re.compile(r"(<!-- results (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 def pages() -> list[Path]:
     """Return the pages that have tables of results."""
-    return [path for path in sorted(DOCS.rglob("*.md")) if names(path.read_text(encoding="utf-8"))]
+    return [
+        path for path in sorted(DOCS.rglob("*.md")) if table_names(path.read_text(encoding="utf-8"))
+    ]
 
 
-def names(text: str) -> list[str]:
+def table_names(text: str) -> list[str]:
     """Return the names of the tables in a page's text."""
     return [name for _, name, _ in BLOCK.findall(text)]
 
@@ -30,8 +32,8 @@ def with_tables(text: str) -> str:
         The page names a table that `TABLES` lacks.
     """
 
-    def anew(block: re.Match[str]) -> str:
+    def rewritten(block: re.Match[str]) -> str:
         before, name, end = block.groups()
         return f"{before}\n{TABLES[name]()}\n\n{end}"
 
-    return BLOCK.sub(anew, text)
+    return BLOCK.sub(rewritten, text)

@@ -156,14 +156,14 @@ def row_of(run: RunDirectory, columns: Columns) -> dict[str, str]:
     return row
 
 
-def keep(name: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+def store_rows(name: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Write a table that comes from no run directories to the CSV file ``name``."""
     with (FOLDER / f"{name}.csv").open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerows([header, *rows])
 
 
-def read(*names: str, folder: Path = FOLDER) -> list[Row]:
+def read_rows(*names: str, folder: Path = FOLDER) -> list[Row]:
     """Return the rows of CSV files, in their order; a missing file has none."""
     rows: list[Row] = []
     for name in names:
@@ -174,13 +174,13 @@ def read(*names: str, folder: Path = FOLDER) -> list[Row]:
     return rows
 
 
-def where(rows: Iterable[Row], **cells: object) -> list[Row]:
+def select_rows(rows: Iterable[Row], **cells: object) -> list[Row]:
     """Return the rows that have these cells (underscores for hyphens)."""
     wanted = {name.replace("_", "-"): _text(value) for name, value in cells.items()}
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
 
 
-def numbers(rows: Iterable[Row], column: str) -> list[float]:
+def column_values(rows: Iterable[Row], column: str) -> list[float]:
     """Return a column; NaN for an empty cell, of a run that diverged."""
     return [float(row[column]) if row[column] else math.nan for row in rows]
 
@@ -189,7 +189,9 @@ def gains(rows: Sequence[Row], others: Sequence[Row], column: str) -> list[float
     """Return by how much a column exceeds that of the other run with its seed."""
     theirs = {row["seed"]: row for row in others}
     pairs = [(row, theirs[row["seed"]]) for row in rows if row["seed"] in theirs]
-    return [numbers([row], column)[0] - numbers([other], column)[0] for row, other in pairs]
+    return [
+        column_values([row], column)[0] - column_values([other], column)[0] for row, other in pairs
+    ]
 
 
 def curve(row: Row, column: str) -> dict[int, float]:
@@ -206,7 +208,7 @@ def _text(value: object) -> str:
 
 def _write(path: Path, rows: dict[str, Row]) -> Path:
     """Write rows in the order of their names, beside the rows of other runs in the file."""
-    merged = {row["run"]: row for row in read(path.stem, folder=path.parent)} | rows
+    merged = {row["run"]: row for row in read_rows(path.stem, folder=path.parent)} | rows
     path.parent.mkdir(parents=True, exist_ok=True)
     header = list(next(iter(rows.values())))
     with path.open("w", newline="", encoding="utf-8") as stream:

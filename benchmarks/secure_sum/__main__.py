@@ -18,7 +18,7 @@ from benchmarks.secure_sum import legacy, ours
 from flower_ext.runs.page import table
 
 LENGTHS = (10_000, 667_402)
-HEAD = (
+HEADER = (
     *("clients", "parameters", "a client, s", "SecAgg+", "the server, s", "SecAgg+"),
     *("bytes a number", "SecAgg+", "other bytes"),
 )
@@ -28,31 +28,31 @@ def main(
     clients: Annotated[list[int] | None, typer.Option(help="sizes of cohorts")] = None,
     parameters: Annotated[list[int] | None, typer.Option(help="lengths of vectors")] = None,
 ) -> None:
-    """Measure, and print the table."""
+    """Measure each cohort and length, and print the table."""
     logging.getLogger("flwr").setLevel(logging.ERROR)
     rows = [
         row(members, length) for members in clients or (10,) for length in parameters or LENGTHS
     ]
-    print(table(HEAD, rows))
+    print(table(HEADER, rows))
 
 
 def row(members: int, length: int) -> list[str]:
-    """Run a round of both protocols with the same graph and threshold."""
-    here = ours.round_cost(members, length)
+    """Run a round of both protocols with the same number of neighbours and threshold."""
+    package_cost = ours.round_cost(members, length)
     masked = ours.mechanism_of(members).masked
     assert masked is not None
     sums = masked.parameters
-    there = legacy.round_cost(members, sums.num_neighbors, sums.threshold, length)
+    legacy_cost = legacy.round_cost(members, sums.num_neighbors, sums.threshold, length)
     return [
         f"{members:,}",
         f"{length:,}",
-        f"{here.client:.3g}",
-        f"{there.client:.3g}",
-        f"{here.server:.3g}",
-        f"{there.server:.3g}",
-        f"{here.vector_bytes / length:.2f}",
-        f"{there.vector_bytes / length:.2f}",
-        f"{here.extra_bytes:,.0f}",
+        f"{package_cost.client:.3g}",
+        f"{legacy_cost.client:.3g}",
+        f"{package_cost.server:.3g}",
+        f"{legacy_cost.server:.3g}",
+        f"{package_cost.vector_bytes / length:.2f}",
+        f"{legacy_cost.vector_bytes / length:.2f}",
+        f"{package_cost.extra_bytes:,.0f}",
     ]
 
 

@@ -29,8 +29,10 @@ from benchmarks.secure_sum.ours import MEASURED
 from flower_ext.federation._flower_private import become_server_of
 
 RING, TARGET, CLIPPING, EXAMPLES = 2**32, 2**22, 8.0, 1000
+MOST_MASKED = 3e7
+"""The most numbers that all clients mask in a round, each for every neighbour; see `Clients`."""
 # The package exports a function of the same name, so import the module by its path.
-mod = import_module("flwr.client.mod.secure_aggregation.secaggplus_mod")
+client_mod = import_module("flwr.client.mod.secure_aggregation.secaggplus_mod")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +57,10 @@ class Clients:
     def __init__(self, config: dict[str, Any], members: int, length: int, *, whole: bool) -> None:
         self.seconds = self.outside = 0.0
         self.vector_bytes = 0
-        self._states = {index: mod.SecAggPlusState(nid=index) for index in range(members)}
-        self._keys = {n: self._timed(n, mod._setup, ConfigRecord(config)) for n in self._states}
+        self._states = {index: client_mod.SecAggPlusState(nid=index) for index in range(members)}
+        self._keys = {
+            n: self._timed(n, client_mod._setup, ConfigRecord(config)) for n in self._states
+        }
         self._parameters = ndarrays_to_parameters([np.ones(length, dtype=np.float32)])
         self._whole = whole
         self._masked: dict[str, Any] = {}
@@ -82,9 +86,9 @@ class Clients:
         stage, node = request.pop(Key.STAGE), message.metadata.dst_node_id
         content = RecordDict()
         if stage == "share_keys":
-            answer = self._timed(node, mod._share_keys, request)
+            answer = self._timed(node, client_mod._share_keys, request)
         elif stage == "unmask":
-            answer = self._timed(node, mod._unmask, request)
+            answer = self._timed(node, client_mod._unmask, request)
         elif node % 10 == 0:
             return Message(Error(code=0), reply_to=message)
         else:
@@ -110,7 +114,7 @@ class Clients:
 
     def _collected(self, node: int, request: ConfigRecord) -> dict[str, Any]:
         """Mask one client's vector; time it as often as our clients."""
-        collect, before = mod._collect_masked_vectors, self.seconds
+        collect, before = client_mod._collect_masked_vectors, self.seconds
         for _ in range(MEASURED if node == 1 else 1):
             answer = self._timed(node, collect, request, EXAMPLES, self._parameters)
         self.seconds = before + (self.seconds - before) / MEASURED
@@ -122,43 +126,43 @@ class Clients:
         sources: Any = request[Key.SOURCE_LIST]
         texts: Any = request[Key.CIPHERTEXT_LIST]
         for source, sealed in zip(sources, texts, strict=True):
-            text = mod.decrypt(state.ss2_dict[source], sealed)
-            _, _, seed, key = mod.share_keys_plaintext_separate(text)
+            text = client_mod.decrypt(state.ss2_dict[source], sealed)
+            _, _, seed, key = client_mod.share_keys_plaintext_separate(text)
             state.rd_seed_share_dict[source], state.sk1_share_dict[source] = seed, key
 
 
 def round_cost(members: int, num_neighbors: int, threshold: int, length: int) -> Cost:
     """Run a round in which every tenth member is lost after sharing."""
-    near = num_neighbors + 1  # a client is its own neighbour
+    num_shares = num_neighbors + 1  # a client is its own neighbour
     config: dict[str, Any] = {
         Key.SAMPLE_NUMBER: members,
-        Key.SHARE_NUMBER: near,
+        Key.SHARE_NUMBER: num_shares,
         Key.THRESHOLD: threshold,
         Key.CLIPPING_RANGE: CLIPPING,
         Key.TARGET_RANGE: TARGET,
         Key.MOD_RANGE: RING,
         Key.MAX_WEIGHT: float(EXAMPLES),
     }
-    whole = members * near * length < 3e7
+    whole = members * num_shares * length <= MOST_MASKED
     clients = Clients(config, members, length, whole=whole)
-    server, means = _served(clients, members, near, threshold)
+    server, means = _run_server(clients, members, num_shares, threshold)
     if whole:  # clients send ones, so their mean is one, up to rounding to 2⁻¹⁸
         assert np.allclose(means[0], 1, atol=1e-4), means
     return Cost(client=clients.seconds, server=server, vector_bytes=clients.vector_bytes)
 
 
-def _served(
-    clients: Clients, members: int, near: int, threshold: int
+def _run_server(
+    clients: Clients, members: int, num_shares: int, threshold: int
 ) -> tuple[float, list[np.ndarray]]:
     """Run the server's stages; return its CPU seconds, and the mean of the clients' arrays."""
-    workflow = SecAggPlusWorkflow(num_shares=near, reconstruction_threshold=threshold)
-    half, ring = near // 2, np.random.default_rng().permutation(members).tolist()
+    workflow = SecAggPlusWorkflow(num_shares=num_shares, reconstruction_threshold=threshold)
+    half, ring = num_shares // 2, np.random.default_rng().permutation(members).tolist()
     state = WorkflowState(
         nid_to_proxies=dict.fromkeys(range(members)),  # type: ignore[arg-type]
         nid_to_fitins={node: RecordDict() for node in range(members)},
         sampled_node_ids=set(range(members)),
         active_node_ids=set(range(members)),
-        num_shares=near,
+        num_shares=num_shares,
         threshold=threshold,
         clipping_range=CLIPPING,
         quantization_range=TARGET,
@@ -173,7 +177,7 @@ def _served(
     means: list[np.ndarray] = []
 
     def aggregate_fit(_: int, results: Any, __: Any) -> tuple[None, dict[str, Any]]:
-        means.extend(mod.parameters_to_ndarrays(results[0][1].parameters))
+        means.extend(client_mod.parameters_to_ndarrays(results[0][1].parameters))
         return None, {}
 
     context: Any = SimpleNamespace(

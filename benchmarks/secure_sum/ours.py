@@ -39,6 +39,7 @@ class Cost:
     client : float
         Seconds of clipping, rounding, noise and all four stages, without training.
     server : float
+        Seconds of all stages.
     extra_bytes : float
         Bytes to and from one client, besides its masked vector.
     vector_bytes : int
@@ -96,7 +97,7 @@ def round_cost(members: int, length: int) -> Cost:
         bits=mechanism.masked.bits,
         length=length,
     )
-    each, masking, serving = Clock(), Clock(), Clock()
+    exchanging, masking, serving = Clock(), Clock(), Clock()
     noising = _noising(mechanism, length)
     server = SumServer(context, graph)
     parties = [
@@ -105,11 +106,11 @@ def round_cost(members: int, length: int) -> Cost:
     ]
     values = np.arange(length, dtype=context.dtype)
 
-    adverts = [each(party.advertise) for party in parties]
+    adverts = [exchanging(party.advertise) for party in parties]
     for advert in adverts:
         serving(server.add, advert)
     keys = serving(server.keys)
-    shares = [each(parties[index].share, message) for index, message in keys.items()]
+    shares = [exchanging(parties[index].share, message) for index, message in keys.items()]
     for share in shares:
         serving(server.add, share)
     deliveries = serving(server.deliveries)
@@ -122,9 +123,11 @@ def round_cost(members: int, length: int) -> Cost:
             masked = parties[index].mask(deliveries[index], values)
             serving(server.add, masked)
     questions = serving(server.unmask_requests)
-    revealed = [each(parties[index].unmask, question) for index, question in questions.items()]
-    for one in revealed:
-        serving(server.add, one)
+    revealed = [
+        exchanging(parties[index].unmask, question) for index, question in questions.items()
+    ]
+    for reply in revealed:
+        serving(server.add, reply)
     total = serving(server.total)
     expected = values[:CHECKED] * context.dtype.type(len(answering))
     np.testing.assert_array_equal(total[:CHECKED], expected)
@@ -134,7 +137,7 @@ def round_cost(members: int, length: int) -> Cost:
     extra = sum(len(message.to_bytes()) for message in sent) / members
     extra += len(context.to_bytes()) + 8 * num_neighbors
     return Cost(
-        client=each.seconds / members + masking.seconds / MEASURED + noising,
+        client=exchanging.seconds / members + masking.seconds / MEASURED + noising,
         server=serving.seconds,
         extra_bytes=extra,
         vector_bytes=len(masked.to_bytes()),

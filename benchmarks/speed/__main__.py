@@ -2,11 +2,13 @@
 
     python -m benchmarks speed [--pfl PYTHON] [--full] [--only lr] [--contender pfl] [--turns 2]
 
-1,000 clients of 50 images (28×28), 100 a round, one epoch of SGD in batches of 10, one thread;
-with and without central DP. ``--full`` adds 10,000 clients, 1,000 a round. pfl-research needs
-another environment: ``python -m venv pfl; pfl/bin/pip install pfl torch``, then
-``--pfl pfl/bin/python``. Two workers and Ray's contenders may use every core. ``--device cuda``
-trains on a GPU, which already has the examples.
+A round draws 100 of 1,000 clients. Each client holds 50 images (28×28) and trains for one epoch of
+SGD in batches of 10 on one thread. All contenders run with and without central DP. ``--full`` adds
+rounds of 1,000 of 10,000 clients. Two workers and the contenders on Ray may use every core.
+``--device cuda`` trains on a GPU, where the examples are beforehand.
+
+pfl-research needs another environment: run ``python -m venv pfl; pfl/bin/pip install pfl torch``,
+then name its Python by ``--pfl pfl/bin/python``.
 
 The tables are those of ``docs/speed.md``, for one processor.
 """
@@ -56,15 +58,17 @@ def main(
     output: Annotated[Path, typer.Option(help="where tables go")] = Path("runs/speed"),
 ) -> None:
     """Print the tables, and write them."""
-    chosen = only or [*NAMES][:3]
-    for name in chosen:
+    models = only or [*NAMES][:3]
+    for name in models:
         if name not in MODELS:
             raise typer.BadParameter(f"{name!r}: expected one of {', '.join(MODELS)}")
     output.mkdir(parents=True, exist_ok=True)
-    every = [
-        one
-        for one in contenders(pfl)
-        if not contender or one.name == OURS or any(part in one.name for part in contender)
+    chosen_contenders = [
+        candidate
+        for candidate in contenders(pfl)
+        if not contender
+        or candidate.name == OURS
+        or any(part in candidate.name for part in contender)
     ]
     parts = [f"{machine()} The better of {turns} turns of {rounds} rounds."]
 
@@ -75,21 +79,29 @@ def main(
 
     print(f"{parts[0]}\n", flush=True)
     small: Contests = {}
-    for name in chosen:
+    for name in models:
         workloads = [
             Workload(model=name, private=dp, rounds=rounds, device=device) for dp in (False, True)
         ]
-        small[name] = [by_turns(every, one, turns=turns, timeout=timeout) for one in workloads]
-    write(f"{title(100, 1_000)}, without and with central DP:\n\n{times(every, small)}")
-    write(f"Peak memory in MB, without and with central DP:\n\n{memory(every, small)}")
+        small[name] = [
+            by_turns(chosen_contenders, workload, turns=turns, timeout=timeout)
+            for workload in workloads
+        ]
+    write(f"{title(100, 1_000)}, without and with central DP:\n\n{times(chosen_contenders, small)}")
+    write(f"Peak memory in MB, without and with central DP:\n\n{memory(chosen_contenders, small)}")
     if full:
-        here = [one for one in every if "Ray" not in one.name or "Flower" in one.name]
+        # Flower's FedAvg alone stands for Ray here.
+        large_contenders = [
+            candidate
+            for candidate in chosen_contenders
+            if "Ray" not in candidate.name or "Flower" in candidate.name
+        ]
         large: Contests = {}
-        for name in chosen:
+        for name in models:
             workload = Workload(model=name, clients=10_000, cohort=1_000, rounds=8, device=device)
-            large[name] = [by_turns(here, workload, turns=1, timeout=timeout)]
-        write(f"{title(1_000, 10_000)}, without privacy:\n\n{times(here, large)}")
-        write(f"Peak memory in MB:\n\n{memory(here, large)}")
+            large[name] = [by_turns(large_contenders, workload, turns=1, timeout=timeout)]
+        write(f"{title(1_000, 10_000)}, without privacy:\n\n{times(large_contenders, large)}")
+        write(f"Peak memory in MB:\n\n{memory(large_contenders, large)}")
     if device == "cpu":
         write(growth(rounds))
     print(f"written to {output}")
@@ -100,22 +112,24 @@ def title(cohort: int, clients: int) -> str:
     return f"{cohort:,} of {clients:,} clients a round; milliseconds a round (times ours)"
 
 
-def times(every: Sequence[Contender], contests: Contests) -> str:
+def times(chosen: Sequence[Contender], contests: Contests) -> str:
     """Return a table of milliseconds a round, and how many times ours they are."""
 
-    def cell(one: Measured, ours: Measured | None) -> str:
-        took = f"{one.milliseconds:,.{1 if one.milliseconds < 1_000 else 0}f}"
-        return f"{took} ({one.milliseconds / ours.milliseconds:.2f})" if ours else took
+    def cell(measured: Measured, ours: Measured | None) -> str:
+        took = f"{measured.milliseconds:,.{1 if measured.milliseconds < 1_000 else 0}f}"
+        return f"{took} ({measured.milliseconds / ours.milliseconds:.2f})" if ours else took
 
-    return _rows(every, contests, cell)
+    return _table(chosen, contests, cell)
 
 
-def memory(every: Sequence[Contender], contests: Contests) -> str:
+def memory(chosen: Sequence[Contender], contests: Contests) -> str:
     """Return a table of megabytes at the peak."""
-    return _rows(every, contests, lambda one, ours: f"{one.megabytes:,.0f}")
+    return _table(chosen, contests, lambda measured, ours: f"{measured.megabytes:,.0f}")
 
 
-def _rows(every: Sequence[Contender], contests: Contests, cell: Callable[..., str]) -> str:
+def _table(chosen: Sequence[Contender], contests: Contests, cell: Callable[..., str]) -> str:
+    """Return a row for each contender, with a cell for each model and privacy."""
+
     def cells(name: str, contests: Sequence[Mapping[str, Measured]]) -> str:
         return " / ".join(
             cell(measured[name], measured.get(OURS)) if name in measured else "–"
@@ -123,20 +137,21 @@ def _rows(every: Sequence[Contender], contests: Contests, cell: Callable[..., st
         )
 
     rows = [
-        (one.name, *(cells(one.name, contest) for contest in contests.values())) for one in every
+        (contender.name, *(cells(contender.name, contest) for contest in contests.values()))
+        for contender in chosen
     ]
     return table((processor(), *(NAMES[name] for name in contests)), rows)
 
 
 def processor() -> str:
-    """Return the processor's name, as its system tells it."""
+    """Return the processor's name from ``/proc/cpuinfo``, or a less exact one from Python."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine())
 
 
 def machine() -> str:
-    """Describe what is measured, and where: versions, cores, and other work."""
+    """Describe the measured versions, the machine, and its other work."""
     others = psutil.cpu_percent(interval=2.0)
     return (
         f"flower-ext {version('flower-ext')}{_commit()} on {processor()}, {psutil.cpu_count()} "

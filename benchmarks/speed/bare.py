@@ -6,11 +6,18 @@ import random
 
 import torch
 
-from benchmarks.speed.workload import CLIPPING_NORM, NOISE_MULTIPLIER, Clock, parse, train_in_place
+from benchmarks.speed.workload import (
+    CLIPPING_NORM,
+    NOISE_MULTIPLIER,
+    Clock,
+    examples,
+    parse,
+    train_in_place,
+)
 
 
 def main() -> None:
-    """FedAvg in forty lines."""
+    """Run FedAvg without any framework."""
     workload = parse()
     model = workload.build().to(workload.device)
     shared = [p.detach().clone() for p in model.parameters()]
@@ -20,18 +27,18 @@ def main() -> None:
         for client in rng.sample(range(workload.clients), workload.cohort):
             for parameter, start in zip(model.parameters(), shared, strict=True):
                 parameter.data.copy_(start)
-            train_in_place(model, workload, client)
+            train_in_place(model, *examples(workload, client))
             moves = [p.data - start for p, start in zip(model.parameters(), shared, strict=True)]
             scale = 1.0
             if workload.private:
                 norm = float(torch.stack([m.square().sum() for m in moves]).sum().sqrt())
                 scale = min(1.0, CLIPPING_NORM / norm)
-            for sum_, move in zip(total, moves, strict=True):
-                sum_.add_(move, alpha=scale)
-        for start, sum_ in zip(shared, total, strict=True):
+            for part, move in zip(total, moves, strict=True):
+                part.add_(move, alpha=scale)
+        for start, part in zip(shared, total, strict=True):
             if workload.private:
-                sum_.add_(torch.randn_like(sum_), alpha=NOISE_MULTIPLIER * CLIPPING_NORM)
-            start.add_(sum_, alpha=1 / workload.cohort)
+                part.add_(torch.randn_like(part), alpha=NOISE_MULTIPLIER * CLIPPING_NORM)
+            start.add_(part, alpha=1 / workload.cohort)
         clock.tick()
     clock.report()
 

@@ -1,4 +1,4 @@
-"""Contenders as processes of their own, by turns: time a round, and peak memory."""
+"""Run contenders in turn, each in its own process: time of a round, and peak memory."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from benchmarks.speed.workload import Workload
 
 HERE = Path(__file__).parent
 POLL = 0.2
+"""Seconds between two measurements of memory."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def contenders(pfl_python: Path | None) -> list[Contender]:
     def module(name: str, *more: str) -> tuple[str, ...]:
         return (sys.executable, "-m", f"benchmarks.speed.{name}", *more)
 
-    every = [
+    known = [
         Contender("vectorised, in process", module("ours", "--engine", "vectorised")),
         Contender("the same with two workers", module("ours", "--engine", "vectorised"), workers=2),
         Contender("loop, in process", module("ours", "--engine", "loop")),
@@ -79,34 +80,37 @@ def contenders(pfl_python: Path | None) -> list[Contender]:
     ]
     if pfl_python is not None:
         pfl = Contender("pfl-research", (str(pfl_python), str(HERE / "pfl_research.py")))
-        every.insert(3, pfl)
-    return every
+        known.insert(3, pfl)
+    return known
 
 
 def by_turns(
     chosen: Sequence[Contender], workload: Workload, *, turns: int, timeout: float
 ) -> dict[str, Measured]:
-    """Return the best of each contender's turns; other work of the machine only slows one down."""
+    """Return each contender's best turn, because other work of the machine only slows one down."""
     best: dict[str, Measured] = {}
     for _ in range(turns):
         for contender in chosen:
             measured = contender.run(workload, timeout=timeout)
             if measured is not None:
-                known = best.get(contender.name, measured)
+                earlier = best.get(contender.name, measured)
                 best[contender.name] = Measured(
-                    min(known.milliseconds, measured.milliseconds),
-                    max(known.megabytes, measured.megabytes),
+                    min(earlier.milliseconds, measured.milliseconds),
+                    max(earlier.megabytes, measured.megabytes),
                 )
     return best
 
 
 def _watch(process: subprocess.Popen[bytes], timeout: float) -> float | None:
-    """Wait for a process; return the most memory of it and its descendants, shared pages once."""
+    """Wait for a process; return the peak memory of its family, or None after ``timeout`` seconds.
+
+    Pages that several processes share count once.
+    """
     deadline, peak = time.monotonic() + timeout, 0.0
     while process.poll() is None:
         if time.monotonic() > deadline:
-            for one in _family(process.pid):
-                one.kill()
+            for member in _family(process.pid):
+                member.kill()
             process.wait()
             return None
         peak = max(peak, sum(map(_megabytes, _family(process.pid))))

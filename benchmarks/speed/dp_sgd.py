@@ -2,10 +2,12 @@
 
     python -m benchmarks dp-sgd [PARTS OF NAMES] [--device cuda]
 
-At batch 256; of texts, 64. Opacus means its `GradSampleModule`, whose hooks write down every
-record's gradient; ghost its ghost clipping, with two backward passes. Each contender is a process
-of its own on one thread, for five seconds a turn; the fastest of all steps counts. Memory is what
-the process grew by while it took them, or the accelerator's memory.
+A batch has 256 images or 64 texts. *Opacus* is its `GradSampleModule`, whose hooks write down the
+gradient of every record. *Ghost* is its ghost clipping, with two backward passes.
+
+Each contender takes steps for five seconds a turn, in its own process and on one thread; the
+fastest of all its steps counts. Memory is by how much the process grew meanwhile, or the peak of
+the accelerator's memory.
 """
 
 from __future__ import annotations
@@ -39,13 +41,16 @@ from flower_ext.training import ClippedGradient, Task
 from flower_ext.training.models import build
 from flower_ext.training.models.calls import call_model
 
-BATCH, SECONDS, TURNS, CLIPPING_NORM = 256, 5.0, 3, 1.0
+BATCH, TEXTS = 256, 64
+"""Images and texts of a batch."""
+SECONDS, ACCELERATOR_SECONDS = 5.0, 1.0
+"""Seconds of a turn."""
+TURNS, CLIPPING_NORM = 3, 1.0
 Features = Tensor | tuple[Tensor, ...]
-TEXTS = 64
 
 
 def images(*shape: int) -> Tensor:
-    """Return a batch of random ones."""
+    """Return a batch of random images."""
     return torch.randn(BATCH, *shape, generator=torch.Generator().manual_seed(0))
 
 
@@ -107,8 +112,11 @@ def main(
 
 
 def one_run(contender: str, model: str, device: str) -> tuple[float, float]:
-    """Seconds a step and megabytes, on a CPU in a process of its own; NaN if it fails."""
-    if device != "cpu":  # whose allocator counts only what is in use
+    """Return seconds a step and megabytes; NaN if the contender fails.
+
+    On a CPU, the contender runs in its own process.
+    """
+    if device != "cpu":  # an accelerator's allocator counts only what is in use
         try:
             return compete(contender, *(MODELS | LARGE)[model], torch.device(device))
         except Exception as error:
@@ -145,13 +153,13 @@ def compete(
     }
     few = torch.arange(4, device=device)
     make = partial(makers[contender], lambda: build().to(device))
-    make(trees.rows(x, few), y[few])()  # modules that a first step imports
+    make(trees.rows(x, few), y[few])()  # a first step imports modules
     step = make(x, y)
     forget_peak(device)
     before = peak_megabytes(device)
-    step()  # compiles, and chooses a way
+    step()  # the first step compiles
     best = float("inf")
-    end = time.perf_counter() + (SECONDS if device.type == "cpu" else 1.0)
+    end = time.perf_counter() + (SECONDS if device.type == "cpu" else ACCELERATOR_SECONDS)
     while (started := time.perf_counter()) < end:
         step()
         if device.type != "cpu":
@@ -169,7 +177,7 @@ class TextLoss(nn.CrossEntropyLoss):
 
 
 def forget_peak(device: torch.device) -> None:
-    """Let `peak_megabytes` count from here, without what imports took."""
+    """Let `peak_megabytes` leave out what imports have taken so far."""
     if device.type != "cpu":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

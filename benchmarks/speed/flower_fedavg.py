@@ -17,6 +17,7 @@ from benchmarks.speed.workload import (
     EXAMPLES,
     NOISE_MULTIPLIER,
     Clock,
+    examples,
     parse,
     train_in_place,
 )
@@ -32,7 +33,7 @@ def main() -> None:
         torch.set_num_threads(1)
         model = workload.build()
         model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
-        train_in_place(model, workload, int(context.node_config["partition-id"]))
+        train_in_place(model, *examples(workload, int(context.node_config["partition-id"])))
         content = RecordDict(
             {
                 "arrays": ArrayRecord(model.state_dict()),

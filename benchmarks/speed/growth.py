@@ -12,7 +12,7 @@ HIDDEN = (10, 32, 100, 320)
 
 
 def growth(rounds: int) -> str:
-    """Measure, and return a table."""
+    """Return a table of time and memory as each size grows alone."""
     ours = contenders(None)[0]
     sweeps = {
         "registered clients": [Workload(clients=n, rounds=rounds) for n in CLIENTS],
@@ -28,7 +28,7 @@ def growth(rounds: int) -> str:
 
 
 def _measured(ours: Contender, label: str, sweep: list[Workload]) -> list[tuple[int, Measured]]:
-    line = []
+    points = []
     for workload in sweep:
         size = {
             "registered clients": workload.clients,
@@ -36,5 +36,5 @@ def _measured(ours: Contender, label: str, sweep: list[Workload]) -> list[tuple[
             "parameters": sum(p.numel() for p in workload.build().parameters()),
         }[label]
         if (measured := ours.run(workload, timeout=900)) is not None:
-            line.append((size, measured))
-    return line
+            points.append((size, measured))
+    return points

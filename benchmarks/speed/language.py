@@ -2,9 +2,10 @@
 
     python -m benchmarks language [--size large] [--device cuda]
 
-Clients train adapters by AdamW for one epoch. The loop does the same and adds up the updates: it
-clips nothing, adds no noise, and sends nothing. Both run in one process, by turns. The tiny base is
-that of ``apps/private-lm``; the large one has the size of Pythia-410M, random weights and bfloat16.
+Clients train adapters by AdamW for one epoch. The loop trains them in the same way and adds up the
+updates, but it clips nothing, adds no noise, and sends nothing. Both run in turn in one process.
+The tiny base model is that of ``apps/private-lm``. The large one has the size of Pythia-410M,
+random weights and bfloat16.
 """
 
 from __future__ import annotations

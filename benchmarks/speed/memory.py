@@ -48,7 +48,7 @@ def received(work: ClientWork) -> Params:
 
 
 class MadeUp(DPFedAvg):
-    """Clients answer without training."""
+    """A method whose clients answer without training."""
 
     client = ClientMethod(
         name="made_up", local_update=made_up, local_model=received, memory=Memory.NONE
@@ -56,7 +56,7 @@ class MadeUp(DPFedAvg):
 
 
 def one_round(cohort: int, parameters: int) -> None:
-    """Play it, and print what a contender prints."""
+    """Run one round, and print its time as a contender does."""
     width = parameters // OUTPUTS
     examples = Examples(torch.zeros(1, width), torch.zeros(1, dtype=torch.long))
     data = ClientData(train=examples, test=examples)
@@ -81,7 +81,7 @@ def one_round(cohort: int, parameters: int) -> None:
 
 
 def main() -> None:
-    """Measure, and print the table."""
+    """Measure a round at each point, and print the table."""
     point = Contender("a round", (sys.executable, "-m", "benchmarks.speed.memory", "--one"))
     rows = []
     for millions in MILLIONS:

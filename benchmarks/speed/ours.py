@@ -2,8 +2,8 @@
 
     python -m benchmarks.speed.ours --engine {vectorised,loop,ray,ray-nodes} [workload options]
 
-In one process clients are vectorised, or one after the other (loop). On Ray every client is a node,
-or four nodes hold them all (ray-nodes).
+In one process, clients train together (vectorised) or one after the other (loop). On Ray, every
+client is a node, or four nodes hold all clients (ray-nodes).
 """
 
 from __future__ import annotations

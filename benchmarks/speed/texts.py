@@ -13,7 +13,7 @@ BYTES = 259
 
 
 class Encoder(nn.Module):
-    """Attention and two dense layers, each beside what comes in."""
+    """Attention and two dense layers, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,19 +22,19 @@ class Encoder(nn.Module):
         self.dense, self.back = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        own = self.before(x)
+        normed = self.before(x)
         query, key, value = (
-            layer(own).view(len(x), LENGTH, HEADS, -1).transpose(1, 2)
+            layer(normed).view(len(x), LENGTH, HEADS, -1).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
-        seen = functional.scaled_dot_product_attention(query, key, value)
-        x = x + self.out(seen.transpose(1, 2).reshape(len(x), LENGTH, WIDTH))
+        attended = functional.scaled_dot_product_attention(query, key, value)
+        x = x + self.out(attended.transpose(1, 2).reshape(len(x), LENGTH, WIDTH))
         out: Tensor = x + self.back(functional.gelu(self.dense(self.between(x))))
         return out
 
 
 class Transformer(nn.Module):
-    """Words and their places, encoders, and the mean of what they put out."""
+    """Embeddings of words and places, encoders, and a linear head on their mean output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,13 +44,13 @@ class Transformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(LENGTH, device=x.device).repeat(len(x), 1)  # as Opacus wants them
-        seen: Tensor = self.encoders(self.words(x) + self.places(places)).mean(dim=1)
-        out: Tensor = self.head(seen)
+        encoded: Tensor = self.encoders(self.words(x) + self.places(places)).mean(dim=1)
+        out: Tensor = self.head(encoded)
         return out
 
 
 class Adapted(nn.Module):
-    """Hugging Face's BERT of that size with LoRA, given words and masks; its logits."""
+    """Hugging Face's BERT of that size with LoRA; it takes words and masks, and returns logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,17 +104,17 @@ class Causal(nn.Module):
 
 
 def tokens(count: int) -> Tensor:
-    """Return bytes."""
+    """Return random texts of bytes."""
     return texts(count) % BYTES
 
 
 def texts(count: int) -> Tensor:
-    """Return words."""
+    """Return random texts of words."""
     return torch.randint(1, WORDS, (count, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
 def padded_texts(count: int) -> tuple[Tensor, Tensor]:
-    """Return words and masks of texts of 8 words and more."""
+    """Return the words and masks of random texts with at least 8 words."""
     draw = torch.Generator().manual_seed(1)
     lengths = torch.randint(8, LENGTH + 1, (count, 1), generator=draw)
     mask = (torch.arange(LENGTH) < lengths).long()

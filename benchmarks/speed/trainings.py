@@ -2,13 +2,20 @@
 
     python -m benchmarks trainings [PART OF A NAME] [--device cuda]
 
-Clients hold 50 examples each, one epoch of SGD in batches of 10. Tiny trainings (people inside a
-silo) hold one to three and train for two epochs. People with norms and dropout hold 30 to 100 rows
-of a table, in batches of 32, as for fraud; *batch-invariant*: no bit of one depends on the others,
-as where a guarantee bounds each update. The loop by hand keeps one model and copies the numbers
-into it. By turns; the fastest of three. On a CPU: one thread, in processor time, which other work
-disturbs less. On an accelerator: in wall time, with all data of the loop by hand there already, and
-1,000 clients (128 of ResNet-18); ResNet-18 has GroupNorm and images of 3×32×32.
+* *Clients* hold 50 examples each and train for one epoch of SGD in batches of 10.
+* *Tiny* trainings stand for people inside a silo: they hold one to three examples and train for
+  two epochs.
+* *People, norms and dropout* stand for fraud detection: each holds 30 to 100 rows of a table and
+  trains in batches of 32.
+* *Batch-invariant* means that no bit of a training depends on the others in its batch. Guarantees
+  that bound each update need this.
+
+The loop written by hand keeps one model and copies each training's parameters into it.
+
+The ways run in turn, and the fastest of three runs counts. On a CPU, training uses one thread and
+processor time is measured, because other work disturbs it less. On an accelerator, wall time is
+measured over two runs, all data of the loop by hand are there beforehand, and there are 1,000
+clients, or 128 clients of ResNet-18 with GroupNorm and images of 3×32×32.
 """
 
 from __future__ import annotations
@@ -24,18 +31,26 @@ import torch
 import typer
 from torch import nn
 
-from benchmarks.speed.workload import convolutional, logistic_regression, perceptron, resnet
+from benchmarks.speed.workload import (
+    convolutional,
+    logistic_regression,
+    perceptron,
+    resnet,
+    train_in_place,
+)
 from flower_ext.data import ClientData, Examples
 from flower_ext.runs.page import table
 from flower_ext.training import Job, LocalTraining, Task, train, train_each
 from flower_ext.training.batched.form import MEMORY_LIMIT
 from flower_ext.training.models import build
 
-CLASSES, TURNS = 10, 3
-MEMORY = 2**36
+CLASSES = 10
+ACCELERATOR_MEMORY = 2**36
 """Bytes for one batch of trainings on an accelerator."""
-ALONE, ON_ACCELERATOR = 100, 20
-"""Trainings that are timed one by one: each takes as long as any other."""
+TURNS, ACCELERATOR_TURNS = 3, 2
+"""Runs of each way; the fastest one counts."""
+TIMED, ACCELERATOR_TIMED = 100, 20
+"""Trainings that are timed one by one; few are enough, because each takes as long as any other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +66,13 @@ class Case:
     batch_size: int = 10
     batch_invariant: bool = False
 
-    def jobs(self, task: Task, most: int) -> list[Job]:
-        """Return up to ``most`` jobs with random examples, each with a fresh batch order."""
+    def jobs(self, task: Task, limit: int) -> list[Job]:
+        """Return up to ``limit`` jobs with random examples, each with a fresh batch order."""
         classes = self.build()(torch.zeros(2, *self.shape)).shape[1]
         start = task.initial_params(0)
         training = LocalTraining(epochs=self.epochs, batch_size=self.batch_size, learning_rate=0.05)
         jobs = []
-        for client in range(min(most, self.trainings)):
+        for client in range(min(limit, self.trainings)):
             draw = torch.Generator().manual_seed(client)
             count = self.examples[client % len(self.examples)]
             examples = Examples(
@@ -75,10 +90,10 @@ def small_perceptron() -> nn.Module:
 
 
 def fraud() -> nn.Module:
-    """Return two blocks of 64 neurons on 30 features, and two classes: 6,530 parameters."""
+    """Return a model of 6,530 parameters: 30 features, two blocks of 64 neurons, two classes."""
 
-    def block(wide: int) -> list[nn.Module]:
-        return [nn.Linear(wide, 64), nn.GroupNorm(8, 64), nn.ReLU(), nn.Dropout(0.2)]
+    def block(inputs: int) -> list[nn.Module]:
+        return [nn.Linear(inputs, 64), nn.GroupNorm(8, 64), nn.ReLU(), nn.Dropout(0.2)]
 
     return nn.Sequential(*block(30), *block(64), nn.Linear(64, 2))
 
@@ -108,12 +123,12 @@ CASES += [
     )
 ]
 CASES += [FRAUD, replace(FRAUD, name=f"{FRAUD.name}, batch-invariant", batch_invariant=True)]
-MANY = [
+ACCELERATOR_CASES = [
     replace(case, trainings=1_000, name=f"{case.name}{suffix}", batch_invariant=bool(suffix))
     for case in CASES[1:3]
     for suffix in ("", ", batch-invariant")
 ]
-MANY += [
+ACCELERATOR_CASES += [
     Case(
         name=f"clients, ResNet-18, 11,173,962{suffix}",
         build=resnet,
@@ -134,7 +149,7 @@ def main(
     """Print the table."""
     torch.set_num_threads(1)
     columns = ("trainings, parameters", "by hand, µs", "one by one, µs", "together, µs")
-    cases = CASES if device == "cpu" else MANY
+    cases = CASES if device == "cpu" else ACCELERATOR_CASES
     rows = []
     for case in (case for case in cases if part in case.name):
         rows.append(row(case, torch.device(device)))
@@ -146,16 +161,17 @@ def row(case: Case, device: torch.device) -> tuple[str, ...]:
     """Return the microseconds of a training, each way, and their ratios."""
     task = Task(model=case.build, data=no_partitions, device=str(device))
     model = case.build().to(device)
-    alone = ALONE if device.type == "cpu" else ON_ACCELERATOR
+    on_cpu = device.type == "cpu"
+    timed = TIMED if on_cpu else ACCELERATOR_TIMED
     ways: list[tuple[int, Callable[[list[Job]], object]]] = [
-        (alone, lambda jobs: by_hand(model, jobs)),
-        (alone, lambda jobs: [train(task, job) for job in jobs]),
+        (timed, lambda jobs: by_hand(model, jobs)),
+        (timed, lambda jobs: [train(task, job) for job in jobs]),
         (case.trainings, lambda jobs: in_batches(task, jobs, case.batch_invariant)),
     ]
     best = [float("inf")] * len(ways)
-    for _ in range(TURNS if device.type == "cpu" else 2):
-        for at, (most, way) in enumerate(ways):
-            jobs = case.jobs(task, most)
+    for _ in range(TURNS if on_cpu else ACCELERATOR_TURNS):
+        for at, (count, way) in enumerate(ways):
+            jobs = case.jobs(task, count)
             if at == 0:
                 jobs = [replace(job, examples=job.examples.to(device)) for job in jobs]
             started = seconds_on(device)
@@ -167,7 +183,7 @@ def row(case: Case, device: torch.device) -> tuple[str, ...]:
 
 
 def seconds_on(device: torch.device) -> float:
-    """Return the time: of this process's work on a CPU, or after all work of an accelerator."""
+    """Return this process's CPU seconds, or the wall time after all work of an accelerator."""
     if device.type == "cpu":
         return time.process_time()
     torch.cuda.synchronize(device)
@@ -181,25 +197,23 @@ def no_partitions(partition: int) -> ClientData:
 
 def by_hand(model: nn.Module, jobs: list[Job]) -> None:
     """Train one model in place, from each job's parameters."""
-    parameters = dict(model.named_parameters())
     for job in jobs:
-        for name, parameter in parameters.items():
+        for name, parameter in model.named_parameters():
             parameter.data.copy_(job.params[name])
-        data, training = job.examples, job.training
-        device = next(iter(parameters.values())).device
+        training, data = job.training, job.examples
         for _ in range(training.epochs):
-            order = torch.randperm(len(data), device=device)
-            for rows in torch.split(order, training.batch_size):
-                outputs = model(data.features[rows])
-                loss = nn.functional.cross_entropy(outputs, data.targets[rows])
-                gradient = torch.autograd.grad(loss, list(parameters.values()))
-                for parameter, slope in zip(parameters.values(), gradient, strict=True):
-                    parameter.data.sub_(slope, alpha=training.learning_rate)
+            train_in_place(
+                model,
+                data.features,
+                data.targets,
+                batch_size=training.batch_size,
+                learning_rate=training.learning_rate,
+            )
 
 
 def in_batches(task: Task, jobs: list[Job], batch_invariant: bool) -> None:
-    """Train all jobs; each model is dropped at once, as by a caller that adds them up."""
-    limit = MEMORY_LIMIT if task.torch_device().type == "cpu" else MEMORY
+    """Train all jobs, and drop each model at once, as a caller does that adds the models up."""
+    limit = MEMORY_LIMIT if task.torch_device().type == "cpu" else ACCELERATOR_MEMORY
     for _ in train_each(task, jobs, batch_invariant=batch_invariant, memory_limit=limit):
         pass
 

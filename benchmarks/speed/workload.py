@@ -6,6 +6,7 @@ This module imports only PyTorch, so that contenders in other environments can s
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 CLASSES, EXAMPLES, BATCH, LEARNING_RATE = 10, 50, 10, 0.05
+"""``EXAMPLES`` is the number of images of a client."""
 CLIPPING_NORM, NOISE_MULTIPLIER = 1.0, 0.1
 POOL = 60_000
-"""Images of which every client holds fifty: as many as MNIST has."""
+"""Number of different images, as in MNIST; the fifty of a client are a part of them."""
 
 
 def logistic_regression() -> nn.Module:
@@ -127,20 +129,25 @@ def examples(workload: Workload, client: int) -> tuple[Tensor, Tensor]:
     return images[start : start + EXAMPLES], labels[start : start + EXAMPLES]
 
 
-def train_in_place(model: nn.Module, workload: Workload, client: int) -> None:
-    """Train for one epoch of plain PyTorch."""
-    features, targets = examples(workload, client)
+def train_in_place(
+    model: nn.Module,
+    features: Tensor,
+    targets: Tensor,
+    *,
+    batch_size: int = BATCH,
+    learning_rate: float = LEARNING_RATE,
+) -> None:
+    """Train for one epoch of SGD, written in plain PyTorch."""
     parameters = list(model.parameters())
-    order = torch.randperm(EXAMPLES, device=features.device)
-    for start in range(0, EXAMPLES, BATCH):
-        rows = order[start : start + BATCH]
+    order = torch.randperm(len(features), device=features.device)
+    for rows in torch.split(order, batch_size):
         loss = nn.functional.cross_entropy(model(features[rows]), targets[rows])
         for parameter, slope in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            parameter.data.sub_(slope, alpha=LEARNING_RATE)
+            parameter.data.sub_(slope, alpha=learning_rate)
 
 
 class Clock:
-    """The ends of all rounds."""
+    """The times at which a run began and its rounds ended."""
 
     def __init__(self) -> None:
         self.ends = [time.perf_counter()]
@@ -153,7 +160,7 @@ class Clock:
 
     def seconds(self) -> list[float]:
         """Return the seconds of each round."""
-        return [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)]
+        return [end - begin for begin, end in itertools.pairwise(self.ends)]
 
     def report(self) -> None:
         """Print milliseconds a round, without the first: the last line of a contender's output."""

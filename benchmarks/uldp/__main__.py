@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from benchmarks.runs import Experiment, parser_of
+from benchmarks.runs import Experiment, experiment_parser
 from benchmarks.uldp.budgets import budgets
 from benchmarks.uldp.experiment import DEFAULT, FULL, METHODS, SETTINGS, Scale
 from benchmarks.uldp.experiment import FIGURES as DATASETS
 from benchmarks.uldp.groups import group_conversion
+from benchmarks.uldp.problems import PROBLEMS, all_panels
 from benchmarks.uldp.sampling import sampling_rates
-from benchmarks.uldp.utility import PROBLEMS, all_panels, utility
+from benchmarks.uldp.utility import utility
 from benchmarks.uldp.weighting import weighting
 
 FIGURES: Mapping[int, Callable[[Experiment, Scale], str]] = {
@@ -34,7 +35,7 @@ FIGURES: Mapping[int, Callable[[Experiment, Scale], str]] = {
 
 def main() -> None:
     """Run the requested figures; print and write their tables."""
-    parser = parser_of("uldp-fl", __doc__)
+    parser = experiment_parser("uldp-fl", __doc__)
     parser.add_argument("--full", action="store_true", help="the paper's setting")
     parser.add_argument("--figures", nargs="+", type=int, default=[*FIGURES], choices=FIGURES)
     parser.add_argument("--all-panels", action="store_true", help="users and distributions")

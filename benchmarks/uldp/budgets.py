@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from statistics import median
 
-from benchmarks.report.rows import keep
+from benchmarks.report.rows import store_rows
 from benchmarks.runs import APPS, Experiment
 from benchmarks.uldp.experiment import DELTA, METHODS, NOISE_MULTIPLIER, Problem
 from flower_ext.federation.engines.run_app import load_app
@@ -29,7 +29,7 @@ def budgets(experiment: Experiment, figure: int, panels: list[Problem]) -> str:
         for label in LABELS
     ]
     header, cells = list(rows[0]), [list(row.values()) for row in rows]
-    keep(f"uldp-fl-budgets-{figure}", header, cells)
+    store_rows(f"uldp-fl-budgets-{figure}", header, cells)
     return table(header, cells)
 
 

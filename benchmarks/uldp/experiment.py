@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.runs import Config, Experiment, last, paper
+from benchmarks.runs import Config, Experiment, last_value, preset_settings
 from flower_ext.algorithms.uldp import theory_learning_rate
 from flower_ext.runs import RunDirectory
 
@@ -84,7 +84,9 @@ class Problem:
         """Return the settings of the paper's figure for a method."""
         name = f"uldp-fig{FIGURES[self.dataset]}-{self.users}-{self.distribution}"
         changes = {key.replace("-", "_"): value for key, value in METHODS[label].items()}
-        return paper("uldp-fl", name + ("-noniid" if self.labels_per_user else ""), **changes)
+        return preset_settings(
+            "uldp-fl", name + ("-noniid" if self.labels_per_user else ""), **changes
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +123,7 @@ DEFAULT = Scale(full=False, seeds=3)
 FULL = Scale(full=True, seeds=5, all_panels=True)
 
 
-def of_problem(problem: Problem, rounds: int) -> Config:
+def problem_settings(problem: Problem, rounds: int) -> Config:
     """Return the settings of a run's data, and of its ``rounds`` with about ten evaluations."""
     return {
         "dataset": problem.dataset,
@@ -165,7 +167,7 @@ def averaging(problem: Problem, epochs: int, share: float) -> Config:
     return {"server-learning-rate": round(share * rate, 2)}
 
 
-def of_method(problem: Problem, label: str) -> Config:
+def method_settings(problem: Problem, label: str) -> Config:
     """Return the method's settings; for DP-SGD with rate and divisor of 64 expected records.
 
     The rate assumes silos of equal size, and that medians and maxima keep all records. These
@@ -190,13 +192,13 @@ def choose(
         presets = {label: problem.preset(label) for label in needed}
         chosen = {label: {name: presets[label][name] for name in TUNED} for label in needed}
     else:
-        length = of_problem(problem, problem.search_rounds)
+        length = problem_settings(problem, problem.search_rounds)
         best = experiment.best(
             {f"{problem.name}/{label}": candidates(problem, label) for label in needed},
-            lambda run: -last(run, "loss_pooled"),
+            lambda run: -last_value(run, "loss_pooled"),
             problem.name,
             fixed={
-                f"{problem.name}/{label}": {**length, **of_method(problem, label)}
+                f"{problem.name}/{label}": {**length, **method_settings(problem, label)}
                 for label in needed
             },
             seeds=problem.search_seeds,
@@ -211,8 +213,8 @@ def run_methods(
     """Run all seeds of every method under its settings."""
     cases = {
         f"{name}/{problem.name}-{label}": {
-            **of_problem(problem, scale.length(problem)),
-            **of_method(problem, label),
+            **problem_settings(problem, scale.length(problem)),
+            **method_settings(problem, label),
             **chosen[label],
         }
         for label in chosen

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.runs import Config, Experiment, last, over_seeds
+from benchmarks.runs import Config, Experiment, last_value, last_values
 from benchmarks.uldp.experiment import (
     Problem,
     Scale,
     choose,
-    of_method,
-    of_problem,
+    method_settings,
+    problem_settings,
     settings_text,
 )
-from benchmarks.uldp.utility import CREDITCARD, MNIST
+from benchmarks.uldp.problems import CREDITCARD, MNIST
 from flower_ext.privacy import epsilon_text
 from flower_ext.runs.comparison import mean_and_std
 from flower_ext.runs.page import table
@@ -35,7 +35,11 @@ def sampling_rates(experiment: Experiment, scale: Scale) -> str:
 
 def _panel(experiment: Experiment, scale: Scale, problem: Problem, rates: tuple[float, ...]) -> str:
     chosen = choose(experiment, scale, problem, [LABEL])[LABEL]
-    fixed = {**of_problem(problem, scale.length(problem)), **of_method(problem, LABEL), **chosen}
+    fixed = {
+        **problem_settings(problem, scale.length(problem)),
+        **method_settings(problem, LABEL),
+        **chosen,
+    }
     # At full scale Figure 4 has the runs of all 1,000 users.
     shared = scale.full and problem.dataset == "creditcard"
     cases: dict[str, Config] = {
@@ -49,9 +53,9 @@ def _panel(experiment: Experiment, scale: Scale, problem: Problem, rates: tuple[
     rows = [
         (
             f"{rate:g}",
-            mean_and_std(over_seeds(runs, problem.metric)),
-            mean_and_std(over_seeds(runs, "loss_pooled")),
-            *(epsilon_text(last(runs[0], f"epsilon_{basis}")) for basis in BASES),
+            mean_and_std(last_values(runs, problem.metric)),
+            mean_and_std(last_values(runs, "loss_pooled")),
+            *(epsilon_text(last_value(runs[0], f"epsilon_{basis}")) for basis in BASES),
         )
         for rate, runs in groups.items()
     ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.runs import Experiment, differences, over_seeds
+from benchmarks.runs import Experiment, differences, last_values
 from benchmarks.uldp.experiment import Problem, Scale, choose, run_methods, search_text
-from benchmarks.uldp.utility import CREDITCARD
+from benchmarks.uldp.problems import CREDITCARD
 from flower_ext.runs.comparison import mean_and_std
 from flower_ext.runs.page import table
 
@@ -30,7 +30,7 @@ def weighting(experiment: Experiment, scale: Scale) -> str:
             shared = scale.full and silos == CREDITCARD.silos
             place = "figure-4" if shared else f"figure-8/{silos}-silos"
             runs = run_methods(experiment, scale, problem, chosen, place)
-            losses = {label: over_seeds(runs[label], "loss_pooled") for label in LABELS}
+            losses = {label: last_values(runs[label], "loss_pooled") for label in LABELS}
             gaps = differences(runs["ULDP-AVG"], runs["ULDP-AVG-w"], "loss_pooled")
             rows.append(
                 (

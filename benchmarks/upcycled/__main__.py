@@ -2,11 +2,12 @@
 
     python -m benchmarks upcycled-fl --data-folder DATA --output RESULTS
 
-The default takes 20 minutes on two cores: Table 1 on the four synthetic sets with 30 training
-rounds and a small grid, Table 5, and Figures 3 and 4 for some methods. ``--full`` is the paper's
-setting: 80 training rounds, Table 3, the whole grid, all methods. ``--datasets letters`` has a data
-set of our own in place of FEMNIST. Without a data folder the synthetic devices are generated, with
-10 classes. Finished runs in the output folder are kept, so an interrupted benchmark continues.
+By default, the benchmark makes Table 1 on the four synthetic sets with 30 training rounds and a
+small grid, Table 5, and Figures 3 and 4 for some methods. This takes 20 minutes on two cores.
+``--full`` takes the paper's setting: 80 training rounds, Table 3, the whole grid and all methods.
+``--datasets letters`` takes a data set of this project in place of FEMNIST. Without a data folder,
+the synthetic devices are generated, with 10 classes. Finished runs in the output folder are kept,
+so an interrupted benchmark continues.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from benchmarks.runs import Experiment, parser_of
+from benchmarks.runs import Experiment, experiment_parser
 from benchmarks.upcycled.experiment import DEFAULT, DEVICES, FULL, METHODS, SETTINGS
 from benchmarks.upcycled.figures import figures
 from benchmarks.upcycled.table1 import accuracies
@@ -25,7 +26,7 @@ PARTS = ("time", "accuracy", "figures")
 
 def main() -> None:
     """Run the requested parts; print and write their tables."""
-    parser = parser_of("upcycled-fl", __doc__)
+    parser = experiment_parser("upcycled-fl", __doc__)
     parser.add_argument("--full", action="store_true", help="the paper's setting")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument(

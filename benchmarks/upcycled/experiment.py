@@ -9,7 +9,7 @@ from itertools import product
 from types import MappingProxyType
 from typing import NamedTuple
 
-from benchmarks.runs import Config, Experiment, paper
+from benchmarks.runs import Config, Experiment, preset_settings
 from flower_ext.runs import RunDirectory
 
 METHODS = {
@@ -21,7 +21,7 @@ METHODS = {
     "pfedme": "pFedMe",
     "fedyogi": "FedYogi",
 }
-SETTINGS = paper("upcycled-fl", "upcycled-table1-syniid") | {"noise-stddev": 1.0}
+SETTINGS = preset_settings("upcycled-fl", "upcycled-table1-syniid") | {"noise-stddev": 1.0}
 """The paper's settings of Table 1 on Syn(iid); tables and figures change data and stragglers."""
 PARAMETERS: dict[str, tuple[str, tuple[float, ...]]] = {
     "fedavgm": ("server-momentum", (0.3, 0.5, 0.9)),
@@ -38,22 +38,23 @@ pFedMe's λ stays at its default.
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Part of the paper's experiments that is run.
+    """The part of the paper's experiments to run.
 
     Parameters
     ----------
     training_rounds : int
         Training rounds of Tables 1 and 3; the upcycled version has twice as many visible rounds.
     search_rounds : int
-        Training rounds while searching.
+        Training rounds of a run of the search.
     joint_search : bool
-        See `search`.
+        True to search the whole grid of learning rates and coefficients; see `search`.
     method_parameters : bool
-        Search `PARAMETERS` with the learning rate of the plain method.
+        True to search `PARAMETERS` together with the learning rate of the plain method.
     as_printed : bool
-        Figures 3 and 4 with the paper's settings; otherwise with such that bounds can hold.
+        True to run Figures 3 and 4 with the paper's settings. Otherwise they run with settings
+        under which the bounds can hold.
     private_learning_rates, clipping_norms : tuple[float, ...]
-        Rates to search, and every τ of output perturbation, for Figures 3 and 4.
+        Learning rates to search for Figures 3 and 4, and every τ of their output perturbation.
     private_rounds : int
         Visible rounds of Figures 3 and 4, for plain and upcycled.
     timed_rounds : int
@@ -136,7 +137,7 @@ def table_config(dataset: str, method: str, straggler_ratio: float) -> Config:
     """Return the paper's settings of a method in Table 1 or, with 30 % stragglers, Table 3."""
     table = 3 if straggler_ratio == 0.3 else 1
     name = f"upcycled-table{table}-{SYNTHETIC.get(dataset, 'syniid')}"
-    settings = paper("upcycled-fl", name, method=method)
+    settings = preset_settings("upcycled-fl", name, method=method)
     changes: Config = {
         "dataset": dataset,
         "clients": DEVICES[dataset],
@@ -146,11 +147,14 @@ def table_config(dataset: str, method: str, straggler_ratio: float) -> Config:
 
 
 def evaluations(visible_rounds: int) -> int:
-    """Return the rounds between ten evaluations; even, to show extrapolated models."""
+    """Return the number of rounds between ten evaluations.
+
+    It is even, so that evaluations see extrapolated models, too.
+    """
     return max(2, visible_rounds // 10 // 2 * 2)
 
 
-def late(run: RunDirectory, metric: str) -> float:
+def mean_of_last_evaluations(run: RunDirectory, metric: str) -> float:
     """Return the mean of the last three evaluations, which varies less than the very last one.
 
     It is NaN if training diverged so far that no score was finite.
@@ -159,8 +163,8 @@ def late(run: RunDirectory, metric: str) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-class Twins(NamedTuple):
-    """Settings, or runs, of one method: plain and upcycled."""
+class TwinSettings(NamedTuple):
+    """The settings of one method, plain and upcycled."""
 
     plain: Config
     upcycled: Config
@@ -176,11 +180,11 @@ def search(
     jointly: bool,
     metric: str,
     parameters: Mapping[str, tuple[str, Sequence[float]]] = MappingProxyType({}),
-) -> dict[str, Twins]:
-    """Return the best learning rate of each plain method, and rate and coefficient when upcycled.
+) -> dict[str, TwinSettings]:
+    """Return the best settings of each method: plain, and upcycled with the best coefficient.
 
-    Every setting is tried under one seed of its own. The clients' test examples judge it, as in the
-    paper, whose data have no validation part.
+    Every setting is tried under one seed that no reported run has. The clients' test examples judge
+    it, as in the paper, whose data have no validation part.
 
     Parameters
     ----------
@@ -192,10 +196,10 @@ def search(
         Search the whole grid of learning rates and coefficients, instead of coefficients at the
         learning rate of the plain method.
     metric : str
-        One of the rounds' metrics; a loss is minimised.
+        Metric of the rounds that the search maximises, or minimises if it is a loss.
     parameters : Mapping[str, (str, Sequence[float])]
-        Another setting and its values, by the name of a method: they are searched jointly with the
-        learning rate of the plain method, and the upcycled one takes the best.
+        Another setting and its values, by the name of a method. The search tries them jointly with
+        the learning rate of the plain method; the upcycled method takes the plain method's best.
     """
     sign = -1 if metric.startswith("loss") else 1
 
@@ -203,7 +207,7 @@ def search(
         length = in_rounds({"upcycled": upcycled}, rounds[upcycled])
         chosen = experiment.best(
             {f"{name}-{upcycled:d}": tried for name, tried in trials.items()},
-            lambda run: sign * late(run, metric),
+            lambda run: sign * mean_of_last_evaluations(run, metric),
             "upcycled" if upcycled else "plain",
             fixed={f"{name}-{upcycled:d}": {**pairs[name], **length} for name in pairs},
         )
@@ -225,8 +229,8 @@ def search(
     )
     grid = {
         name: [
-            {**plain[name], "learning-rate": rate, "coefficient": c}
-            for rate, c in product(
+            {**plain[name], "learning-rate": rate, "coefficient": coefficient}
+            for rate, coefficient in product(
                 learning_rates if jointly else [plain[name]["learning-rate"]], coefficients
             )
         ]
@@ -234,7 +238,7 @@ def search(
     }
     upcycled = best(grid, True)
     return {
-        name: Twins({"upcycled": False, **plain[name]}, {"upcycled": True, **upcycled[name]})
+        name: TwinSettings({"upcycled": False, **plain[name]}, {"upcycled": True, **upcycled[name]})
         for name in pairs
     }
 

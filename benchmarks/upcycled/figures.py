@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from benchmarks.runs import Config, Experiment, paper
+from benchmarks.runs import Config, Experiment, preset_settings
 from benchmarks.upcycled.experiment import (
     METHODS,
     SYNTHETIC,
     Scale,
     in_rounds,
-    late,
+    mean_of_last_evaluations,
     method_config,
     search,
 )
@@ -54,9 +54,9 @@ def _figure(
     changes: Config,
 ) -> None:
     rounds = scale.private_rounds
-    of_method = _printed if scale.as_printed else _bounded
+    settings_of = _printed if scale.as_printed else _bounded
     settings = {
-        f"private/{name}-{method}": {**of_method(method, perturbation, dataset), **changes}
+        f"private/{name}-{method}": {**settings_of(method, perturbation, dataset), **changes}
         for method in scale.private_methods
         # pFedMe's local problem has no proximal term, and Theorem 6.3 requires one.
         if not (perturbation == "objective" and method == "pfedme")
@@ -102,7 +102,7 @@ def _printed(method: str, perturbation: str, dataset: str) -> Config:
     """Return the settings of the paper's figure."""
     figure = {"output": 3, "objective": 4}[perturbation]
     name = f"upcycled-fig{figure}-{SYNTHETIC[dataset]}"
-    return {**paper("upcycled-fl", name, method=method), **method_config(method)}
+    return {**preset_settings("upcycled-fl", name, method=method), **method_config(method)}
 
 
 def _bounded(method: str, perturbation: str, dataset: str) -> Config:
@@ -127,8 +127,8 @@ def _row(runs: Sequence[RunDirectory]) -> tuple[str, ...]:
     guarantees = runs[0].guarantees()
     coefficient = f"{runs[0].config['coefficient']:g}" if runs[0].config["upcycled"] else "–"
     return (
-        mean_and_std([late(run, "loss_mean") for run in runs]),
-        mean_and_std([late(run, "accuracy_mean") for run in runs]),
+        mean_and_std([mean_of_last_evaluations(run, "loss_mean") for run in runs]),
+        mean_and_std([mean_of_last_evaluations(run, "accuracy_mean") for run in runs]),
         *(_epsilons(last, guarantees, basis) for basis in ("published", "provable")),
         coefficient,
     )

@@ -11,15 +11,15 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from benchmarks.report.rows import keep
-from benchmarks.runs import Experiment, differences, over_seeds, standard_error
+from benchmarks.report.rows import store_rows
+from benchmarks.runs import Experiment, differences, last_values, standard_error
 from benchmarks.upcycled.experiment import (
     METHODS,
     PARAMETERS,
     SYNTHETIC,
     Scale,
     in_rounds,
-    late,
+    mean_of_last_evaluations,
     search,
     table_config,
 )
@@ -113,22 +113,22 @@ def accuracies(experiment: Experiment, scale: Scale, straggler_ratio: float) -> 
     ]
     folder = experiment.folder / name
     for dataset in scale.datasets:
-        of_dataset = [pair for pair in pairs if pair.dataset == dataset]
+        dataset_pairs = [pair for pair in pairs if pair.dataset == dataset]
         # Plain methods come first: the figures' upcycled lines are dashed by their order.
-        runs = [run for pair in of_dataset for run in pair.plain]
-        runs += [run for pair in of_dataset for run in pair.upcycled]
+        runs = [run for pair in dataset_pairs for run in pair.plain]
+        runs += [run for pair in dataset_pairs for run in pair.upcycled]
         scored = [run for run in runs if run.client_metrics()]  # none where training diverged
         title = f"{dataset}, {straggler_ratio:.0%} stragglers"
         write_comparison(scored, folder / dataset, title=title)
     draw(folder / "differences.svg", pairs)
     if scale.joint_search:  # else upcycled methods ran at one learning rate alone
         searched = experiment.folder / "runs" / "search" / name
-        keep(f"upcycled-fl-by-rate-{straggler_ratio:g}", *by_rate(searched))
+        store_rows(f"upcycled-fl-by-rate-{straggler_ratio:g}", *gains_by_rate(searched))
     title = f"# {straggler_ratio:.0%} stragglers, {rounds[0]} training rounds"
-    experiment.write(name, title, *written(pairs))
+    experiment.write(name, title, *accuracy_table(pairs))
 
 
-def by_rate(searched: Path) -> tuple[list[str], list[list[str]]]:
+def gains_by_rate(searched: Path) -> tuple[list[str], list[list[str]]]:
     """Return what upcycling adds at each learning rate of a search, by data set.
 
     A cell is the mean over methods of the best upcycled accuracy minus the best plain one, in
@@ -137,10 +137,11 @@ def by_rate(searched: Path) -> tuple[list[str], list[list[str]]]:
     scores: dict[tuple[float, str, str, bool], list[float]] = {}
     for path in searched.glob("*/run.json"):
         run = RunDirectory.open(path.parent)
-        score = late(run, ACCURACY) if run.status == "completed" else math.nan
+        score = mean_of_last_evaluations(run, ACCURACY) if run.status == "completed" else math.nan
         if math.isfinite(score):
-            c = run.config
-            key = (float(c["learning-rate"]), c["dataset"], c["method"], bool(c["upcycled"]))
+            config = run.config
+            rate, upcycled = float(config["learning-rate"]), bool(config["upcycled"])
+            key = (rate, config["dataset"], config["method"], upcycled)
             scores.setdefault(key, []).append(100 * score)
     rows = []
     for rate in sorted({rate for rate, *_ in scores}):
@@ -156,14 +157,14 @@ def by_rate(searched: Path) -> tuple[list[str], list[list[str]]]:
     return ["learning rate", *(name.removeprefix("synthetic-") for name in SYNTHETIC)], rows
 
 
-def written(pairs: Sequence[Pair]) -> tuple[str, str]:
+def accuracy_table(pairs: Sequence[Pair]) -> tuple[str, str]:
     """Return the table, and the number of pairs that improve."""
     rows = []
     for pair in pairs:
-        theirs, ratio = "–", float(str(pair.plain[0].config["straggler-ratio"]))
+        paper_text, ratio = "–", float(str(pair.plain[0].config["straggler-ratio"]))
         if pair.dataset in SYNTHETIC and ratio in PAPER:
             before, after = PAPER[ratio][pair.method][list(SYNTHETIC).index(pair.dataset)]
-            theirs = f"{before:.2f} → {after:.2f} ({after - before:+.2f})"
+            paper_text = f"{before:.2f} → {after:.2f} ({after - before:+.2f})"
         rates = (f"{runs[0].config['learning-rate']:g}" for runs in (pair.plain, pair.upcycled))
         rows.append(
             (
@@ -173,7 +174,7 @@ def written(pairs: Sequence[Pair]) -> tuple[str, str]:
                 f"{pair.mean:+.2f} ± {pair.error:.2f}",
                 " → ".join(rates),
                 f"{pair.upcycled[0].config['coefficient']:g}",
-                theirs,
+                paper_text,
             )
         )
     header = (
@@ -200,7 +201,7 @@ def written(pairs: Sequence[Pair]) -> tuple[str, str]:
 
 def percent(runs: Sequence[RunDirectory]) -> str:
     """Return accuracies in per cent, as the paper has them."""
-    return mean_and_std([100 * value for value in over_seeds(runs, ACCURACY)], digits=2)
+    return mean_and_std([100 * value for value in last_values(runs, ACCURACY)], digits=2)
 
 
 def draw(path: Path, pairs: Sequence[Pair]) -> None:

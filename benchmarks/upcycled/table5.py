@@ -32,17 +32,20 @@ def times(experiment: Experiment, scale: Scale) -> None:
     for method, name in METHODS.items():
         training: dict[bool, list[float]] = {False: [], True: []}
         for seed in scale.seeds:
-            for up in (False, True):
+            for upcycled in (False, True):
                 config = experiment.config(
-                    f"time/{method}-{up:d}-{seed}-{scale.timed_rounds}",
+                    f"time/{method}-{upcycled:d}-{seed}-{scale.timed_rounds}",
                     PRIVATE,
                     method_config(method),
-                    {"seed": seed, "upcycled": up},
+                    {"seed": seed, "upcycled": upcycled},
                     {"rounds": scale.timed_rounds, "evaluate-every": scale.timed_rounds},
                 )
-                done = run(experiment.app, config)
-                training[up].append(sum(done.metrics().series("training_seconds")[1]))
-        ratios = [b / a for a, b in zip(training[False], training[True], strict=True)]
+                timed = run(experiment.app, config)
+                training[upcycled].append(sum(timed.metrics().series("training_seconds")[1]))
+        ratios = [
+            upcycled / plain
+            for plain, upcycled in zip(training[False], training[True], strict=True)
+        ]
         before, after = PAPER[method]
         rows.append(
             (
@@ -62,5 +65,5 @@ def times(experiment: Experiment, scale: Scale) -> None:
 
 
 def warm_up(experiment: Experiment) -> None:
-    """Make one short run that is not timed: it imports, loads data and starts thread pools."""
+    """Make one short run that is not timed, to import, load data and start thread pools."""
     run(experiment.app, experiment.config(f"warm-up/{time.time():.0f}", PRIVATE, {"rounds": 2}))

@@ -4,8 +4,8 @@
 
 Figure 11: HeartDisease and TcgaBrca with 10 and 100 users, zipf, over Paillier with 3,072-bit keys,
 two rounds in one process. Figure 12: 3 silos, with 20 users and 16 to 10,000 parameters, or with
-16 parameters and 10 to 40 users; beside it the same rounds over ring-LWE. The paper goes on to
-larger models. It takes some minutes; seconds are of the processor, on one thread.
+16 parameters and 10 to 40 users; beside it the same rounds over ring-LWE. The paper also has
+larger models. The benchmark takes some minutes; seconds are of the processor, on one thread.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 
-from benchmarks.report.rows import keep
-from benchmarks.runs import APPS, Experiment, parser_of
+from benchmarks.report.rows import store_rows
+from benchmarks.runs import APPS, Experiment, experiment_parser
 from benchmarks.weighting.dialogue import timed
 from benchmarks.weighting.lattice_round import round_cost
 from benchmarks.weighting.paillier import BASE, Parties
@@ -35,14 +35,14 @@ Row = Sequence[object]
 
 def main() -> None:
     """Measure both figures, write their tables and keep their rows."""
-    arguments = parser_of("weighting-figures", __doc__).parse_args()
+    arguments = experiment_parser("weighting-figures", __doc__).parse_args()
     logging.getLogger("flwr").setLevel(logging.ERROR)
     experiment = Experiment.of(arguments, "uldp-fl", {"distribution": "zipf"})
     header, rows = runs(experiment)
-    keep("uldp-fl-figure-11", header, rows)
+    store_rows("uldp-fl-figure-11", header, rows)
     experiment.write("figure-11", "# Figure 11", table(header, rows))
     header, rows = growth()
-    keep("uldp-fl-figure-12", header, rows)
+    store_rows("uldp-fl-figure-12", header, rows)
     experiment.write("figure-12", "# Figure 12", table(header, rows))
 
 
@@ -66,10 +66,10 @@ def runs(experiment: Experiment) -> tuple[list[str], list[Row]]:
         for users in USERS
     }
     rows: list[Row] = []
-    for (dataset, users), done in zip(
+    for (dataset, users), run in zip(
         cases, experiment.run([*cases.values()], "Figure 11"), strict=True
     ):
-        rounds = done.metrics()
+        rounds = run.metrics()
         parts = [rounds.total(column) for column in PARTS.values()]
         whole = rounds.total("training_seconds")
         silos = (whole - sum(parts)) / len(rounds) / describe(dataset).num_silos
@@ -90,13 +90,14 @@ def growth() -> tuple[list[str], list[Row]]:
     for users, parameters in SIZES:
         settings = replace(base, users=users, coordinates=parameters)
         parties, setup = timed(Parties, settings, key)
-        done = parties.round(1)
-        other = round_cost(coordinates=parameters, users=users, silos=3)
-        seconds = (setup, done.silos / 3, done.server)
+        over_paillier = parties.round(1)
+        over_ring_lwe = round_cost(coordinates=parameters, users=users, silos=3)
+        seconds = (setup, over_paillier.silos / 3, over_paillier.server)
         cells = (f"{value:.2f}" for value in seconds)
-        rows.append((users, f"{parameters:,}", *cells, f"{other.silo:.4f}", f"{other.closing:.4f}"))
-    of_paillier = ("set-up, s", "a silo, s", "server, s")
-    return ["users", "parameters", *of_paillier, "ring-LWE, a silo", "ring-LWE, server"], rows
+        ring_lwe = (f"{over_ring_lwe.silo:.4f}", f"{over_ring_lwe.closing:.4f}")
+        rows.append((users, f"{parameters:,}", *cells, *ring_lwe))
+    paillier_columns = ("set-up, s", "a silo, s", "server, s")
+    return ["users", "parameters", *paillier_columns, "ring-LWE, a silo", "ring-LWE, server"], rows
 
 
 if __name__ == "__main__":

@@ -19,9 +19,10 @@ from flower_ext_lattice.server import LatticeServer
 from flower_ext_lattice.settings import LatticeSettings
 from flower_ext_lattice.silo import LatticeSilo
 
-_TOGETHER = 16
+_BATCH = 16
 """Number of users whose updates are in memory at once."""
 _LIMIT = 2000
+"""Records of a user in all silos together, at most: N_max of the paper."""
 
 
 @dataclass
@@ -126,8 +127,8 @@ def round_cost(
         expected += noise
         adding = elapsed = 0.0
         weighing = silo.open_sum(1, weights)
-        for first in range(0, users, _TOGETHER):
-            together = range(first, min(first + _TOGETHER, users))
+        for first in range(0, users, _BATCH):
+            together = range(first, min(first + _BATCH, users))
             batch = {user: updates.of(at, user) for user in together}
             start = time.perf_counter()
             adding += timed(weighing.add, batch)[1]

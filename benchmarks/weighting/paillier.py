@@ -83,10 +83,10 @@ class Parties:
         """Run one round, and compare it with the plain sum."""
         message, encrypting = timed(open_round, self.server, number)
         weighing = 0.0
-        for at, silo in enumerate(self.silos):
-            updates = dict(enumerate(self.updates[at]))
-            masked, seconds = timed(weigh, silo, number, message, updates, self.noise[at])
-            self.server.add_sum(at, masked)
+        for index, silo in enumerate(self.silos):
+            updates = dict(enumerate(self.updates[index]))
+            masked, seconds = timed(weigh, silo, number, message, updates, self.noise[index])
+            self.server.add_sum(index, masked)
             weighing += seconds
         total, decrypting = timed(self.server.close_round)
         weights = self.counts / self.counts.sum(0)
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def side_by_side(settings: PaillierSettings, key: PrivateKey, scale: Scale) -> str:
-    """Return whole rounds, all parties together; time the plain version anew beside each."""
+    """Return the seconds of whole rounds of all parties, and of the plain version beside each."""
     rows = []
     for at in (
         settings,
@@ -125,17 +125,17 @@ def side_by_side(settings: PaillierSettings, key: PrivateKey, scale: Scale) -> s
         replace(settings, silos=5),
     ):
         plain = plain_seconds(key, at, scale.plain_coordinates)
-        done = Parties(at, key).round(1)
-        here = done.server + done.silos
+        cost = Parties(at, key).round(1)
+        packed = cost.server + cost.silos
         rows.append(
             (
                 f"{at.silos} silos, {at.users} users, {at.coordinates} coordinates, "
                 f"N_max {at.max_records_per_user}",
                 f"{plain:.1f}",
-                f"{here:.1f}",
-                f"{plain / here:.0f}",
-                f"{at.coordinates * at.ciphertext_bytes / done.upload:.1f}",
-                f"{done.error:.1e}",
+                f"{packed:.1f}",
+                f"{plain / packed:.0f}",
+                f"{at.coordinates * at.ciphertext_bytes / cost.upload:.1f}",
+                f"{cost.error:.1e}",
             )
         )
     header = ("round", "plain, s", "here, s", "times as fast")
@@ -169,13 +169,13 @@ def plain_seconds(key: PrivateKey, settings: PaillierSettings, coordinates: int)
 
 
 def growth(settings: PaillierSettings, key: PrivateKey, scale: Scale) -> str:
-    """Return seconds against coordinates and users."""
+    """Return a table of seconds as coordinates or users grow."""
     sizes = [replace(settings, coordinates=count) for count in scale.growth]
     sizes += [replace(settings, users=count) for count in scale.users]
     rows = []
     for at in sizes:
-        done = Parties(at, key).round(1)
-        seconds = (f"{done.silos / at.silos:.2f}", f"{done.server:.2f}")
+        cost = Parties(at, key).round(1)
+        seconds = (f"{cost.silos / at.silos:.2f}", f"{cost.server:.2f}")
         rows.append((at.users, at.coordinates, *seconds))
     return table(("users", "coordinates", "one silo, s", "server, s"), rows)
 

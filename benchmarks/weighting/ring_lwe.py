@@ -32,9 +32,18 @@ from flower_ext.runs.page import table
 
 RESNET_18 = 11_181_642
 CURVE = [{"coordinates": 147_000, "users": users, "silos": 3} for users in (100, 1000, 10_000)]
-HEAD = ["protocol", "d", "users", "silos", "draw", "threads", "a silo, CPU s", "adding, finishing"]
-HEAD += ["elapsed, s", "server, CPU s", "MB up", "MB down, an epoch", "largest error, C"]
-HEAD += ["plain sum, CPU s", "set-up: server, silo 0", "epoch: server, silo 0"]
+HEADER = [
+    "protocol",
+    "d",
+    "users",
+    "silos",
+    "draw",
+    "threads",
+    "a silo, CPU s",
+    "adding, finishing",
+]
+HEADER += ["elapsed, s", "server, CPU s", "MB up", "MB down, an epoch", "largest error, C"]
+HEADER += ["plain sum, CPU s", "set-up: server, silo 0", "epoch: server, silo 0"]
 
 
 def _row(case: Mapping[str, int], cost: Cost) -> list[str]:
@@ -60,10 +69,10 @@ def _row(case: Mapping[str, int], cost: Cost) -> list[str]:
 
 def _paillier_row(coordinates: int) -> list[str]:
     settings = replace(paillier.BASE, coordinates=coordinates)
-    done = paillier.Parties(settings).round(1)
-    silo = done.silos / settings.silos
+    cost = paillier.Parties(settings).round(1)
+    silo = cost.silos / settings.silos
     cells = ["Paillier", f"{coordinates:,}", "100", "3", "–", "1", f"{silo:.0f}", "–", "–"]
-    return [*cells, f"{done.server:.0f}", f"{done.upload / 1e6:.2f}", *["–"] * 5]
+    return [*cells, f"{cost.server:.0f}", f"{cost.upload / 1e6:.2f}", *["–"] * 5]
 
 
 def main(
@@ -74,7 +83,7 @@ def main(
     ] = 0,
     output: Annotated[Path, typer.Option(help="where the table goes")] = Path("runs/lattice"),
 ) -> None:
-    """Print the table and write it."""
+    """Measure each case; print the table and write it."""
     logging.getLogger("flwr").setLevel(logging.ERROR)
     million = {"coordinates": 1_000_000, "users": 100, "silos": 5}
     cases = [
@@ -99,7 +108,7 @@ def main(
     if with_paillier:
         rows.append(_paillier_row(with_paillier))
     machine = f"{platform.machine()}, {os.cpu_count()} cores, NumPy {np.__version__}"
-    page = f"# Private weighting over ring-LWE\n\n{machine}\n\n{table(HEAD, rows)}\n"
+    page = f"# Private weighting over ring-LWE\n\n{machine}\n\n{table(HEADER, rows)}\n"
     (output / "table.md").write_text(page, encoding="utf-8")
     print(page)
 

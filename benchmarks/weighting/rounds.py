@@ -16,7 +16,7 @@ from importlib import import_module
 import numpy as np
 from safetensors.numpy import load_file
 
-from benchmarks.runs import APPS, Config, Experiment, overrides_of, parser_of
+from benchmarks.runs import APPS, Config, Experiment, experiment_parser, parse_overrides
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.page import table
@@ -30,11 +30,11 @@ PARTS = {
 
 def main() -> None:
     """Print a table of rounds, and compare the models."""
-    parser = parser_of("private-weighting", __doc__)
+    parser = experiment_parser("private-weighting", __doc__)
     parser.add_argument("dataset")
     parser.add_argument("overrides", nargs="*", help="run-config values, right after the data set")
     arguments = parser.parse_args()
-    overrides = overrides_of(parser, "uldp-fl", arguments.overrides)
+    overrides = parse_overrides(parser, "uldp-fl", arguments.overrides)
     load_app(APPS / "uldp-fl")
     silos = import_module("uldp_fl_app.silos").describe_silos(arguments.dataset)
     changes: Config = {

@@ -128,7 +128,7 @@ def _interrupted(run: PreparedRun, error: KeyboardInterrupt, named: str | None) 
     else:
         return Interrupted(f"{sentence} before it began; nobody's data were used", number)
     if "resume" in run.config:  # the app's runs can be resumed
-        again = shlex.join(_words_to_resume(run.options, run.path or named))
+        again = shlex.join(command_to_resume(run.options, run.path or named))
         lines.append(f"To continue it: {again}")
     return Interrupted("\n".join(lines), number)
 
@@ -152,7 +152,7 @@ def _note_failure(run: PreparedRun, reason: str) -> bool:
     return True
 
 
-def _words_to_resume(options: RunOptions, path: Path | str | None) -> list[str]:
+def command_to_resume(options: RunOptions, path: Path | str | None) -> list[str]:
     """Return the words of a command that continues a run with the same settings."""
     words, settings = ["flower-ext", "run", str(options.app)], [*options.settings]
     words += [options.superlink] if options.superlink else []

@@ -81,7 +81,7 @@ class Commands(TyperGroup):
             ctx.fail(f"'{args[0]}' is a plug-in: {plugins.how_to_install(distribution)}")
         self.suggest_commands = False  # Typer would add a second suggestion
         name, command, rest = super().resolve_command(ctx, args)
-        return name, command if name is None else _loaded(name, self.modules[name]), rest
+        return name, command if name is None else load_command(name, self.modules[name]), rest
 
 
 def _file_of(module: str) -> str:
@@ -108,7 +108,8 @@ def _function(name: str) -> str:
     return name.replace("-", "_")
 
 
-def _loaded(name: str, module_name: str) -> click.Command:
+def load_command(name: str, module_name: str) -> click.Command:
+    """Import a command's module, and return the command."""
     module = import_module(module_name)
     if hasattr(module, "app"):  # a command of several steps
         group = get_command(module.app)

@@ -23,7 +23,7 @@ from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.runs import RunDirectory, RunWriter, new_run_path
 from flower_ext.runs.callbacks import Callback, Callbacks
 from flower_ext.runs.directory import RUNS_VARIABLE, Status
-from flower_ext.runs.settings import INCIDENTAL, Settings, UnfitSetting
+from flower_ext.runs.settings import INCIDENTAL, Settings, UnfitSetting, changed_settings
 from flower_ext.training import LocalTraining
 
 log = getLogger("flwr")
@@ -140,14 +140,10 @@ def _path_to_resume(config: UserConfig) -> Path | None:
 
 
 def _check_same(config: UserConfig, first: UserConfig, path: Path) -> None:
-    # The app may have gained a setting since the run began. An empty or zero value turns it off,
-    # and leaves the run as it was.
-    gained = {name for name in config if name not in first and not config[name]}
-    names = sorted((set(config) | set(first)) - CHANGEABLE - gained)
+    complete = {**dict.fromkeys(first), **config}  # None for a setting that `config` lacks
     differing = [
-        f"{name}={config.get(name)!r} (it began with {first.get(name)!r})"
-        for name in names
-        if config.get(name) != first.get(name)
+        f"{name}={value!r} (it began with {before!r})"
+        for name, (before, value) in changed_settings(first, complete, free=CHANGEABLE).items()
     ]
     if differing:
         raise UnfitSetting(

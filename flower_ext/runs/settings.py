@@ -15,7 +15,7 @@ a default.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
@@ -188,6 +188,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def absolute_path(text: str) -> Path | None:
     """Return the path of a setting of kind `AbsolutePath`; None if the text is empty."""
     return Path(text).expanduser() if text else None
+
+
+def changed_settings(
+    earlier: Mapping[str, Any], config: Mapping[str, Any], *, free: Container[str] = INCIDENTAL
+) -> dict[str, tuple[Any, Any]]:
+    """Return the settings of ``config`` that differ from those of an earlier run.
+
+    The result has the earlier value and the present one by name. Settings in ``free`` may differ.
+    A setting that the earlier run lacks does not count if it is empty or zero, because the app may
+    have gained it since, and such a value leaves the run as it was.
+    """
+    return {
+        name: (earlier.get(name), value)
+        for name, value in sorted(config.items())
+        if name not in free and earlier.get(name) != value and (name in earlier or value)
+    }
 
 
 def num_nodes(config: Mapping[str, Any]) -> int | None:

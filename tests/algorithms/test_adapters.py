@@ -141,27 +141,27 @@ CASES = [pytest.param(method, None, id=f"{method}-LoRA") for method in METHODS] 
     grid(CASES, lambda name: "FFA" not in name and not name.startswith("centaur")),
 )
 def test_a_method_shares_adapters_and_leaves_the_base_where_it_was(method, trainable):
-    own = task(trainable)
-    base = {name: value.clone() for name, value in own.factory.facts.frozen.items()}
-    start = own.initial_params(0)
-    end = run(METHODS[method](), own)
+    loop_task = task(trainable)
+    base = {name: value.clone() for name, value in loop_task.factory.facts.frozen.items()}
+    start = loop_task.initial_params(0)
+    end = run(METHODS[method](), loop_task)
     head = set() if method in ("centaur", "dp2-fedsam") else HEAD
     assert set(end) == head | (SECOND if trainable else FIRST | SECOND)
     assert all(not end[name].equal(start[name]) for name in end)
-    assert all(value.equal(base[name]) for name, value in own.factory.facts.frozen.items())
+    assert all(value.equal(base[name]) for name, value in loop_task.factory.facts.frozen.items())
 
 
 def test_a_round_averages_the_results_of_hugging_faces_loss_and_torchs_optimizer():
-    own, rate = task(), 0.05
+    loop_task, rate = task(), 0.05
     local = LocalTraining(
         epochs=2, batch_size=RECORDS, learning_rate=rate, optimizer="AdamW", weight_decay=0.01
     )
     everyone = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-    end = run(FederatedStrategy(DPFedAvg(local=local), everyone, seed=1), own, rounds=1)
+    end = run(FederatedStrategy(DPFedAvg(local=local), everyone, seed=1), loop_task, rounds=1)
     total: dict[str, torch.Tensor] = {}
     for client in range(CLIENTS):
-        model = own.model()
-        model.load_state_dict(own.initial_params(0), strict=False)
+        model = loop_task.model()
+        model.load_state_dict(loop_task.initial_params(0), strict=False)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         steps = torch.optim.AdamW(trained.values(), lr=rate)
         examples = silo(client).train

@@ -1,3 +1,5 @@
+"""The methods of DP²-FedSAM equal the plainest loops that compute the same."""
+
 import pytest
 import torch
 from flwr.app import ArrayRecord

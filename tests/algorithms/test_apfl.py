@@ -161,7 +161,7 @@ def test_messages_contain_no_personal_model_and_no_weight_of_it():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"personal_weight": 1.5}, r"personal_weight=1.5: expected a number in \[0, 1\]"),
         ({"personal_weight": float("nan")}, "personal_weight=nan"),
@@ -170,6 +170,6 @@ def test_messages_contain_no_personal_model_and_no_weight_of_it():
         ({"local": LocalTraining(sam_radius=0.5)}, "local.sam_radius=0.5: leave it out"),
     ],
 )
-def test_values_out_of_range_and_other_steps_than_sgd_are_refused(options, said):
-    with pytest.raises(ValueError, match=said):
+def test_values_out_of_range_and_other_steps_than_sgd_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
         APFL(**options)

@@ -33,15 +33,19 @@ CLIENTS = 4
 
 def run(method, plan):
     def data(client):
-        own = client_data(client)
+        client_examples = client_data(client)
         last = client == plan.sampling.population - 1
-        return ClientData(train=own.train.subset([]), test=own.test) if last else own
+        return (
+            ClientData(train=client_examples.train.subset([]), test=client_examples.test)
+            if last
+            else client_examples
+        )
 
-    here = replace(task(), data=data)
+    few_examples = replace(task(), data=data)
     strategy = strategy_of(
         method, plan=plan, seed=1, personal=["head"] if method in WITH_HEADS else []
     )
-    grid = InProcessGrid(method.client_app(here), plan.sampling.population)
+    grid = InProcessGrid(method.client_app(few_examples), plan.sampling.population)
     result = strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=2)
     return strategy, result.arrays.to_torch_state_dict()
 
@@ -73,4 +77,4 @@ def test_all_that_it_adds_is_noise(method):
 def test_where_clients_send_sizes_it_leaves_itself_out(method):
     strategy, _ = run(method, NonPrivatePlan(sampling=FullParticipation(CLIENTS)))
     assert len(strategy.refusals) == 2
-    assert all("num-examples=0.0: expected at least 1" in said for said in strategy.refusals)
+    assert all("num-examples=0.0: expected at least 1" in refusal for refusal in strategy.refusals)

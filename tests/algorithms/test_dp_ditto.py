@@ -115,6 +115,7 @@ def ours(method, plan, grid=InProcessGrid):
 
 @cache
 def theirs(method, plan):
+    """Return what the plain loop of the reference gives."""
     numbers = dict(NUMBERS[method])
     if plan == "steps":
         numbers["steps"] = {"clip": STEPS.gradient_clipping_norm, "stddev": STDDEV}
@@ -173,10 +174,12 @@ def test_a_cohort_at_once_equals_clients_one_by_one(method, plan):
 def test_the_personal_model_is_what_is_evaluated_and_its_training_loss_reported(method, plan):
     _, memory, strategy = ours(method, plan)
     for client, kept in memory.items():
-        own, data = personal(method, kept), client_data(client)
+        client_examples, data = personal(method, kept), client_data(client)
         scores = strategy.run.client_metrics[client]
-        assert scores["loss"] == pytest.approx(evaluate(task(), own, data.test)["loss"], abs=1e-5)
-        on_training = evaluate(task(), own, data.train)["loss"]
+        assert scores["loss"] == pytest.approx(
+            evaluate(task(), client_examples, data.test)["loss"], abs=1e-5
+        )
+        on_training = evaluate(task(), client_examples, data.train)["loss"]
         assert scores["training_loss"] == pytest.approx(on_training, abs=1e-5)
 
 
@@ -187,9 +190,6 @@ def test_the_methods_differ_from_one_another_and_each_from_itself_with_noise():
         for other in pairs[i + 1 :]:
             if {one, other} != {("ditto", "plain"), ("fedala", "plain")}:
                 assert not torch.allclose(finals[one], finals[other], atol=1e-3), (one, other)
-
-
-# Ditto's two ends ---------------------------------------------------------------------------------
 
 
 def ditto(weight, rate=0.2):

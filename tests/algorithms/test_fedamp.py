@@ -42,13 +42,13 @@ def mixed(distance, caplog, **options):
 
 
 def test_a_faded_attention_warns_once_and_suggests_a_width(caplog):
-    faded, said = mixed(3.0, caplog, attention_width=1.0)
-    assert len(said) == 1
-    assert "at most 9.3e-05 of any client's cloud model" in said[0]  # 3/4 exp(−9)
-    assert "two models, which is 9" in said[0]
+    faded, warnings = mixed(3.0, caplog, attention_width=1.0)
+    assert len(warnings) == 1
+    assert "at most 9.3e-05 of any client's cloud model" in warnings[0]  # 3/4 exp(−9)
+    assert "two models, which is 9" in warnings[0]
     caplog.clear()
-    mended, said = mixed(3.0, caplog, attention_width=9.0)
-    assert not said
+    mended, warnings = mixed(3.0, caplog, attention_width=9.0)
+    assert not warnings
     share = mended.server["cloud.0"]["w"][1] / mended.server["uploaded.1"]["w"][1]
     assert share == pytest.approx(np.exp(-1) / 4)
     assert faded.server["cloud.0"]["w"][1] < 1e-4

@@ -1,3 +1,5 @@
+"""SCAFFOLD's control variates, also with momentum, lost replies, resumed runs and perturbation."""
+
 from dataclasses import replace
 
 import numpy as np
@@ -101,20 +103,26 @@ def test_clients_learn_their_last_used_round_in_messages_shared_where_equal():
     strategy = scaffold()
     grid = LosingGrid(strategy, lost={2: {1}, 3: {1, 2}})
     strategy.start(grid, ArrayRecord(linear_task().initial_params(0)), num_rounds=5)
-    told = {
+    facts = {
         number: [
-            message.content.config_records[records.ROUND].get("remembered") for message in asked
+            message.content.config_records[records.ROUND].get("remembered") for message in clients
         ]
-        for number, asked in grid.asked.items()
+        for number, clients in grid.asked.items()
     }
-    assert told == {
+    assert facts == {
         1: [0, 0, 0, 0],
         2: [1, 1, 1, 1],
         3: [2, 1, 2, 2],
         4: [3, 1, 2, 3],
         5: [4, 4, 4, 4],
     }
-    assert [len({id(m.content) for m in asked}) for asked in grid.asked.values()] == [1, 1, 2, 3, 1]
+    assert [len({id(m.content) for m in clients}) for clients in grid.asked.values()] == [
+        1,
+        1,
+        2,
+        3,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("kept_in", ["state", "folder"])
@@ -166,14 +174,14 @@ def test_perturbed_models_leave_the_control_the_mean_of_the_clients(
 
 
 @pytest.mark.parametrize(
-    ("local", "said"),
+    ("local", "message"),
     [
         (LocalTraining(epochs=0), "epochs=0 with steps=None: expected at least one epoch or step"),
         (LocalTraining(tolerance=1e-6, proximal_weight=0.1), "from steps of SGD"),
     ],
 )
-def test_training_without_steps_is_refused(local, said):
-    with pytest.raises(ValueError, match=said):
+def test_training_without_steps_is_refused(local, message):
+    with pytest.raises(ValueError, match=message):
         FederatedStrategy(Scaffold(local=local), EVERYONE)
 
 
@@ -186,19 +194,19 @@ def test_an_update_without_steps_is_refused_as_that_of_a_client_without_records(
 
 
 def test_a_client_without_records_keeps_its_control_variate_and_counts_as_missing():
-    own = linear_task()
+    loop_task = linear_task()
     empty = Examples(features=torch.zeros(0, 2), targets=torch.zeros(0))
 
     def data(client):
-        full = own.data(client)
+        full = loop_task.data(client)
         return replace(full, train=empty) if client == 0 else full
 
     strategy = scaffold()
-    app = Scaffold.client_app(replace(own, data=data))
+    app = Scaffold.client_app(replace(loop_task, data=data))
     grid = InProcessGrid(app, num_clients=CLIENTS)
-    strategy.start(grid, ArrayRecord(own.initial_params(0)), num_rounds=2)
+    strategy.start(grid, ArrayRecord(loop_task.initial_params(0)), num_rounds=2)
     assert len(strategy.refusals) == 2
-    assert all("num-examples=0.0: expected at least 1" in said for said in strategy.refusals)
+    assert all("num-examples=0.0: expected at least 1" in refusal for refusal in strategy.refusals)
     kept = {int(c.node_config["partition-id"]): c for c in grid.contexts.values()}[0]
     assert ClientMemory(kept, "scaffold").load()["weight"].tolist() == [[0.0, 0.0]]
     mean = torch.stack([own_gradient(client) for client in range(1, CLIENTS)]).sum(0) / CLIENTS

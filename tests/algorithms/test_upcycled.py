@@ -146,6 +146,7 @@ def half_way():
 
 
 def momentum(rate, share):
+    """Return a plain server step of FedAvgM."""
     velocity = 0.0
 
     def server(number, w, models):
@@ -157,6 +158,7 @@ def momentum(rate, share):
 
 
 def adaptive(kind, eta, beta_1, beta_2, tau):
+    """Return a plain server step of FedYogi, or of FedAdam for any other kind."""
     m = v = 0.0
 
     def server(number, w, models):
@@ -245,8 +247,8 @@ def test_odd_rounds_equal_the_rounds_of_any_base(base, monkeypatch):
     driven, grid = base(), InProcessGrid(foreign_app(), num_clients=CLIENTS)
 
     def server(number, w, models):
-        asked = driven.configure_train(number, packed(w), ConfigRecord(), grid)
-        arrays, _ = driven.aggregate_train(number, grid.send_and_receive(asked))
+        requests = driven.configure_train(number, packed(w), ConfigRecord(), grid)
+        arrays, _ = driven.aggregate_train(number, grid.send_and_receive(requests))
         return flat(arrays).astype(np.float64)
 
     theirs = by_hand(server, rounds=4, coefficient=0.6)
@@ -311,8 +313,8 @@ class Recorder(InProcessGrid):
 
     def send_and_receive(self, messages, *, timeout=None):
         messages = list(messages)
-        asked = [self.note(message, "down") for message in messages]
-        rounds = {seen["node"]: seen["round"] for seen in asked}
+        requests = [self.note(message, "down") for message in messages]
+        rounds = {seen["node"]: seen["round"] for seen in requests}
         replies = []
         for reply in super().send_and_receive(messages, timeout=timeout):
             node = reply.metadata.src_node_id
@@ -428,9 +430,9 @@ def test_even_rounds_of_flowers_strategies_send_nothing_to_train(base):
     for t in range(1, 7):
         assert len(grid.of("evaluate", t, "down")) == CLIENTS
     for number in (1, 2, 3):
-        asked, answered = grid.of("train", number, "down"), grid.of("train", number, "up")
-        assert len(asked) == len(answered) == CLIENTS
-        assert sum(seen["bytes"] for seen in asked + answered) == 2 * CLIENTS * BYTES
+        requests, answered = grid.of("train", number, "down"), grid.of("train", number, "up")
+        assert len(requests) == len(answered) == CLIENTS
+        assert sum(seen["bytes"] for seen in requests + answered) == 2 * CLIENTS * BYTES
     assert len([seen for seen in grid.seen if seen["kind"] == "train"]) == 3 * 2 * CLIENTS
     assert not [seen for seen in grid.seen if seen["round"] is None]
 
@@ -766,11 +768,11 @@ def test_after_a_run_that_breaks_off_the_base_works_alone_again():
 
 def test_after_a_run_the_base_keeps_methods_that_were_set_on_it():
     base, called = FedAvg(), []
-    own = base.aggregate_train
+    method_of_base = base.aggregate_train
 
     def logged(server_round, replies):
         called.append(server_round)
-        return own(server_round, replies)
+        return method_of_base(server_round, replies)
 
     base.aggregate_train = logged
     models_of(Upcycled(base, 0.5), rounds=4)
@@ -900,12 +902,12 @@ def test_a_hosted_fedprox_tells_clients_its_proximal_weight_and_the_users_config
     )
     arrays = initial() if len(grid.contexts) == NODES else packed(START)
     strategy.start(grid, arrays, num_rounds=1, train_config=ConfigRecord({"mine": 5}))
-    asked = [seen for seen in grid.seen if (seen["kind"], seen["way"]) == ("train", "down")]
-    assert len(asked) == 4
-    for seen in asked:
+    requests = [seen for seen in grid.seen if (seen["kind"], seen["way"]) == ("train", "down")]
+    assert len(requests) == 4
+    for seen in requests:
         settings = seen["config"]["config"].items()
-        told = {name: value for name, value in settings if not name.startswith(FOR_MODS)}
-        assert told == {"mine": 5, "proximal-mu": 0.7, "server-round": 1}
+        configuration = {name: value for name, value in settings if not name.startswith(FOR_MODS)}
+        assert configuration == {"mine": 5, "proximal-mu": 0.7, "server-round": 1}
         trainings = {n: c for n, c in seen["config"].items() if n.startswith("training.")}
         if ours:
             assert trainings["training.local"]["proximal_weight"] == 0.7
@@ -925,7 +927,7 @@ def test_a_hosted_fedprox_trains_as_fedavg_under_the_same_proximal_weight():
 
 
 @pytest.mark.parametrize(
-    ("server", "options", "said"),
+    ("server", "options", "message"),
     [
         (FedAvg, {"server": Sgd(learning_rate=0.5)}, r"server=Sgd.* FedAvg takes"),
         (
@@ -937,8 +939,8 @@ def test_a_hosted_fedprox_trains_as_fedavg_under_the_same_proximal_weight():
         (FedXgbBagging, {}, "strategy=FedXgbBagging: expected .* needs trees"),
     ],
 )
-def test_a_hosted_server_refuses_what_it_would_not_heed(server, options, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_hosted_server_refuses_what_it_would_not_heed(server, options, message):
+    with pytest.raises(ValueError, match=message):
         strategy_of(Hosted, server(), plan=EVERYONE, **options)
 
 

@@ -86,6 +86,7 @@ def ours(method, upcycled):
 
 @cache
 def theirs(method, upcycled):
+    """Return what the plain loop of the reference gives."""
     return federated(
         method,
         seed=SEED,

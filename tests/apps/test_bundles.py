@@ -36,8 +36,8 @@ def flwr(home: Path, *arguments: object) -> str:
 
 def bundled(app: Path, home: Path) -> Path:
     """Return the FAB that ``flwr build`` makes of an app."""
-    told = flwr(home, "build", "--app", app)
-    assert "missing" not in told
+    output = flwr(home, "build", "--app", app)
+    assert "missing" not in output
     (made,) = home.glob("*.fab")
     return made
 
@@ -53,15 +53,15 @@ def installed(bundle: Path, home: Path) -> Path:
 def test_flower_bundles_each_app_in_its_present_format_and_puts_it_up(app, tmp_path):
     bundle = bundled(app, tmp_path)
     assert bundle.stat().st_size <= LARGEST
-    there = installed(bundle, tmp_path)
+    installed_app = installed(bundle, tmp_path)
     facts, ours = (
-        tomllib.loads((folder / "pyproject.toml").read_text()) for folder in (there, app)
+        tomllib.loads((folder / "pyproject.toml").read_text()) for folder in (installed_app, app)
     )
     assert facts == ours
     assert facts["project"]["name"] == app.name
     assert facts["tool"]["flwr"]["app"]["fab-format-version"] == 1
     for source in [*app.rglob("*.py"), app / "LICENSE"]:
-        assert (there / source.relative_to(app)).read_bytes() == source.read_bytes()
+        assert (installed_app / source.relative_to(app)).read_bytes() == source.read_bytes()
 
 
 def test_every_app_has_the_licence_of_the_package():
@@ -76,15 +76,15 @@ def test_flower_bundles_an_app_of_the_user(tmp_path):
 
 @pytest.mark.full
 def test_a_bundle_runs_where_it_was_put_up(tmp_path):
-    there = installed(bundled(templates()["dp2-fedsam"], tmp_path), tmp_path)
+    folder = installed(bundled(templates()["dp2-fedsam"], tmp_path), tmp_path)
     small = ["--in-process", "--clients", "4", "--set", "rounds=1", "--set", "partition=iid"]
     done = subprocess.run(
         [sys.executable, "-m", "flower_ext.cli.main", "run", ".", *small, "--runs", "made"],
         capture_output=True,
         text=True,
-        cwd=there,
+        cwd=folder,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    (run,) = (there / "made").iterdir()
+    (run,) = (folder / "made").iterdir()
     assert RunDirectory.open(run).status == "completed"
     assert (run / "report.html").is_file()

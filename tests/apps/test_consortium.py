@@ -320,6 +320,7 @@ def hostile_main(grid, context):
 
 
 def hostile_app(folder):
+    """Copy the app into a folder, with a server that repeats the messages of round 1."""
     shutil.copytree(CONSORTIUM.folder, folder)
     server = folder / "consortium_app" / "server_app.py"
     plain = server.read_text().replace("@app.main()\n", "")
@@ -343,8 +344,8 @@ def test_a_silo_killed_after_its_draw_never_draws_that_round_again(tables, tmp_p
     Only its state folder knows that silo 1 drew them: it was killed before it answered.
     """
     write_key(key := tmp_path / "study.key")
-    asked = tmp_path / "server"
-    asked.mkdir()
+    server_marker = tmp_path / "server"
+    server_marker.mkdir()
     settings = {
         **{name.replace("_", "-"): value for name, value in tables.items()},
         "num-silos": SILOS,
@@ -357,7 +358,7 @@ def test_a_silo_killed_after_its_draw_never_draws_that_round_again(tables, tmp_p
         "draws": "silos",
         "colluding-share": 0.0,
         "local-epochs": 30,  # time to kill a silo that has drawn and not answered
-        "data-folder": asked,
+        "data-folder": server_marker,
     }
     node = {
         "data-folder": tables["data_folder"],
@@ -373,10 +374,10 @@ def test_a_silo_killed_after_its_draw_never_draws_that_round_again(tables, tmp_p
             time.sleep(0.005)
         kill_node(deployment, KILLED)
         return_node(deployment, KILLED)
-        (asked / "returned").touch()
+        (server_marker / "returned").touch()
         run = watched.finish(1500)
         assert watched.error is None, deployment.logs()
-    reasons = json.loads((asked / "again.json").read_text())
+    reasons = json.loads((server_marker / "again.json").read_text())
     assert len(reasons) == SILOS
     assert all("has drawn users up to round 1:" in reason for reason in reasons), reasons
     assert run.status == "completed"

@@ -44,15 +44,16 @@ def deployment(tmp_path_factory):
 
 
 def processes_naming(text: str) -> list[str]:
-    found = []
+    """Return the commands of other processes that contain a text."""
+    pids = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = entry.read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
         if text in command and int(entry.parent.name) != os.getpid():
-            found.append(command)
-    return found
+            pids.append(command)
+    return pids
 
 
 def test_one_command_deploys_runs_reports_and_ends_what_it_started(tmp_path):

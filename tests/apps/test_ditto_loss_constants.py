@@ -1,3 +1,5 @@
+"""Estimated constants of DP-Ditto's losses err to the safe side."""
+
 import math
 import tomllib
 from dataclasses import asdict
@@ -30,19 +32,19 @@ def quadratic_pilot(rounds=60, eta=0.2, seed=0):
 
 def test_the_estimates_err_to_the_safe_side_and_by_little():
     pilot, a, u = quadratic_pilot()
-    found = estimate_constants(**pilot)
+    estimate = estimate_constants(**pilot)
     best = (a * u).mean(axis=0) / a.mean(axis=0)
-    assert a.min() <= found.strong_convexity * (1 + 1e-9)
-    assert found.smoothness <= a.max() * (1 + 1e-9)
-    assert found.strong_convexity < 2 * a.min()
-    assert found.smoothness > 0.5 * a.max()
-    assert found.model_spread == pytest.approx(np.linalg.norm(u - best, axis=1).max(), rel=1e-3)
-    assert found.gradient_bound == pytest.approx(
+    assert a.min() <= estimate.strong_convexity * (1 + 1e-9)
+    assert estimate.smoothness <= a.max() * (1 + 1e-9)
+    assert estimate.strong_convexity < 2 * a.min()
+    assert estimate.smoothness > 0.5 * a.max()
+    assert estimate.model_spread == pytest.approx(np.linalg.norm(u - best, axis=1).max(), rel=1e-3)
+    assert estimate.gradient_bound == pytest.approx(
         np.linalg.norm(a * (3.0 - u), axis=1).max(), rel=1e-12
     )
     worst = max(np.square(3.0 - u).sum(axis=1).max(), np.square(3.0 - best).sum())
-    assert found.initial_distance == pytest.approx(worst, rel=1e-6)
-    assert found.initial_gap == pytest.approx(pilot["losses"][0] - pilot["losses"][-1])
+    assert estimate.initial_distance == pytest.approx(worst, rel=1e-6)
+    assert estimate.initial_gap == pytest.approx(pilot["losses"][0] - pilot["losses"][-1])
 
 
 def test_in_a_linear_world_the_curvature_is_exact_and_makes_a_problem():
@@ -59,16 +61,16 @@ def test_in_a_linear_world_the_curvature_is_exact_and_makes_a_problem():
     for _ in range(30):
         models.append(w)
         w = w - 0.3 * world.gradients(w).mean(axis=0)
-    found = estimate_constants(
+    estimate = estimate_constants(
         models=models,
         gradients=[world.gradients(m) for m in models],
         losses=[world.losses(m).mean() for m in models],
         local_optima=world.local_models,
     )
-    assert found.strong_convexity == pytest.approx(world.curvature, rel=1e-6)
-    assert found.smoothness == pytest.approx(world.curvature, rel=1e-6)
+    assert estimate.strong_convexity == pytest.approx(world.curvature, rel=1e-6)
+    assert estimate.smoothness == pytest.approx(world.curvature, rel=1e-6)
     DittoProblem(
-        **{**asdict(found), "smoothness": found.smoothness * (1 + 1e-9)},
+        **{**asdict(estimate), "smoothness": estimate.smoothness * (1 + 1e-9)},
         dimension=3,
         num_clients=4,
         learning_rate=0.3,
@@ -77,20 +79,20 @@ def test_in_a_linear_world_the_curvature_is_exact_and_makes_a_problem():
     # Personal optima of every λ are at most as far away as Ψ₂ says.
     for weight in (0.0, 0.4, 1.5, 2.0):
         best = world.personal_models(weight, np.zeros((4, 3)))
-        assert np.square(best - 1.0).sum(axis=1).max() <= found.initial_distance * (1 + 1e-3)
+        assert np.square(best - 1.0).sum(axis=1).max() <= estimate.initial_distance * (1 + 1e-3)
 
 
 def test_rounding_never_makes_the_smoothness_less_than_the_convexity():
     for seed in range(40):
         curvature, (start, step) = seed / 7 + 0.5, np.random.default_rng(seed).normal(size=2)
         models = np.array([[start], [start + step]])
-        found = estimate_constants(
+        estimate = estimate_constants(
             models=models,
             gradients=curvature * models[:, None],
             losses=curvature / 2 * models[:, 0] ** 2,
             local_optima=[[0.0]],
         )
-        assert found.smoothness >= found.strong_convexity
+        assert estimate.smoothness >= estimate.strong_convexity
 
 
 def test_the_gradients_of_the_linear_world_are_those_of_its_losses():
@@ -127,8 +129,8 @@ def test_pilots_that_say_nothing_are_refused():
 
 def test_estimates_are_saved_as_lines_of_a_settings_file(tmp_path):
     pilot, *_ = quadratic_pilot(rounds=5)
-    found, path = estimate_constants(**pilot), tmp_path / "pilot.toml"
-    found.save(path, dimension=3)
+    estimate, path = estimate_constants(**pilot), tmp_path / "pilot.toml"
+    estimate.save(path, dimension=3)
     lines = tomllib.loads(path.read_text())
     assert lines.pop("dimension") == 3
-    assert {name.replace("-", "_"): number for name, number in lines.items()} == asdict(found)
+    assert {name.replace("-", "_"): number for name, number in lines.items()} == asdict(estimate)

@@ -1,3 +1,5 @@
+"""The pilot run of DP-Ditto's planner is plain gradient descent."""
+
 import numpy as np
 import pytest
 import torch
@@ -39,10 +41,10 @@ def regression(client):
     return Examples(torch.from_numpy(basis).float(), torch.from_numpy(targets).float())
 
 
-def test_it_is_gradient_descent_on_the_mean_and_the_personal_losses():
+def test_the_pilot_descends_on_the_mean_and_the_personal_losses():
     clients = [regression(client) for client in range(CLIENTS)]
     start = line().initial_params(1)
-    found = pilot_run(line(), start, clients, rounds=ROUNDS, learning_rate=RATE)
+    pilot = pilot_run(line(), start, clients, rounds=ROUNDS, learning_rate=RATE)
 
     def slope(w, data):
         x, y = data.features.double().numpy(), data.targets.double().numpy()
@@ -53,17 +55,21 @@ def test_it_is_gradient_descent_on_the_mean_and_the_personal_losses():
         return np.mean([half_square(s, d.targets) for s, d in zip(scores, clients, strict=True)])
 
     first = start["weights.weight"][0].double().numpy()
-    w, own = first.copy(), [first.copy() for _ in clients]
+    w, personal_models = first.copy(), [first.copy() for _ in clients]
     steepest = max(np.linalg.norm(slope(w, data)) for data in clients)
     for _ in range(ROUNDS):
         w = w - RATE * np.mean([slope(w, data) for data in clients], axis=0)
-        own = [u - RATE * slope(u, data) for u, data in zip(own, clients, strict=True)]
+        personal_models = [
+            u - RATE * slope(u, data) for u, data in zip(personal_models, clients, strict=True)
+        ]
         steepest = max(steepest, *(np.linalg.norm(slope(w, data)) for data in clients))
-    assert found.initial_gap == pytest.approx(loss(first) - loss(w), rel=1e-6)
-    assert found.gradient_bound == pytest.approx(steepest, rel=1e-6)
-    assert found.model_spread == pytest.approx(max(np.linalg.norm(u - w) for u in own), rel=1e-6)
+    assert pilot.initial_gap == pytest.approx(loss(first) - loss(w), rel=1e-6)
+    assert pilot.gradient_bound == pytest.approx(steepest, rel=1e-6)
+    assert pilot.model_spread == pytest.approx(
+        max(np.linalg.norm(u - w) for u in personal_models), rel=1e-6
+    )
     # Curvatures are 1 and, for the last client, 3 (to the precision of float32 features).
-    assert 1 - 1e-5 <= found.strong_convexity <= found.smoothness <= CLIENTS * (1 + 1e-5)
+    assert 1 - 1e-5 <= pilot.strong_convexity <= pilot.smoothness <= CLIENTS * (1 + 1e-5)
 
 
 def test_a_network_with_nonconvex_losses_is_refused_and_the_start_unchanged():
@@ -77,7 +83,7 @@ def test_a_network_with_nonconvex_losses_is_refused_and_the_start_unchanged():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"rounds": 1}, "rounds=1 of the pilot: expected an integer >= 2"),
         ({"learning_rate": 0.0}, r"learning_rate=0\.0"),
@@ -85,8 +91,8 @@ def test_a_network_with_nonconvex_losses_is_refused_and_the_start_unchanged():
         ({"rounds": 10**9}, "keeps all gradients"),
     ],
 )
-def test_what_makes_no_pilot_is_refused_by_name(changes, said):
+def test_unfit_pilots_are_refused_by_name(changes, message):
     facts = {"clients": [regression(0)], "rounds": ROUNDS, "learning_rate": RATE, **changes}
     clients = facts.pop("clients")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         pilot_run(line(), line().initial_params(1), clients, **facts)

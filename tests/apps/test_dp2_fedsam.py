@@ -97,7 +97,7 @@ def test_personalisation_learns_what_a_shared_model_cannot(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ({"method": "fedsam2"}, "method='fedsam2': expected one of"),
         ({"sampling": "often"}, "sampling='often': expected one of poisson"),
@@ -125,8 +125,8 @@ def test_personalisation_learns_what_a_shared_model_cannot(tmp_path):
         ({"method": "fedper", "calibration": "published"}, "'published' with method='fedper'"),
     ],
 )
-def test_bad_settings_are_named_and_leave_no_run_directory(overrides, said, tmp_path):
-    with pytest.raises(ValueError, match=said):
+def test_bad_settings_are_named_and_leave_no_run_directory(overrides, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
         run(tmp_path / "run", **overrides)
     assert not (tmp_path / "run").exists()
 
@@ -212,12 +212,12 @@ def test_with_hardly_any_noise_the_mean_score_matches_the_clients_scores(tmp_pat
 
 
 def test_settings_of_secure_evaluations_that_do_not_fit_are_refused_by_name(tmp_path):
-    for wrong, said in (
+    for wrong, message in (
         ({"aggregation": "plain"}, "evaluation='secure' with aggregation='plain'"),
         ({"evaluate_every": 0}, "evaluation='secure' with evaluate-every=0"),
         ({"evaluation_share": 1.0}, r"evaluation-share=1.0: expected a number in \(0, 1\)"),
         ({"noise_multiplier": 1.0}, "evaluation-noise-multiplier=0.0 with noise-multiplier=1.0"),
         ({"method": "fedavg"}, "with method='fedavg'"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             run(tmp_path / "run", **{**SECURE, **wrong})

@@ -83,12 +83,12 @@ def test_noise_in_clipped_steps_meets_a_provable_target(tmp_path):
 def test_personalisation_learns_and_is_fairer_than_the_shared_model_alone(tmp_path):
     """With two classes per client, a small λ beats λ = 2, and clients do about equally well."""
     facts = {"clients": 10, "rounds": 12, "evaluate_every": 12, "classes_per_client": 2}
-    own, shared = (
+    personal, shared = (
         run(tmp_path / str(weight), method="ditto", global_weight=weight, **facts).metrics()[-1]
         for weight in (0.1, 2.0)
     )
-    assert own["accuracy_mean"] > max(0.85, shared["accuracy_mean"])
-    assert own["training_loss_std"] < shared["training_loss_std"]
+    assert personal["accuracy_mean"] > max(0.85, shared["accuracy_mean"])
+    assert personal["training_loss_std"] < shared["training_loss_std"]
 
 
 def test_noise_reaches_personal_models_by_their_global_weight_only(tmp_path):
@@ -136,11 +136,11 @@ def test_a_pilot_run_finds_the_constants_leaves_them_and_plans_by_them(tmp_path)
         "rounds": 4,
     }
     run_ = run(tmp_path / "run", **facts)
-    found = tomllib.loads((run_.path / "pilot.toml").read_text())
-    assert found["dimension"] == parameter_count(build("digits-logistic", num_classes=10))
-    assert 0 < found["strong-convexity"] <= found["smoothness"]
+    pilot_settings = tomllib.loads((run_.path / "pilot.toml").read_text())
+    assert pilot_settings["dimension"] == parameter_count(build("digits-logistic", num_classes=10))
+    assert 0 < pilot_settings["strong-convexity"] <= pilot_settings["smoothness"]
     names = ("strong_convexity", "smoothness", "initial_gap", "initial_distance")
-    again = {"planner": "bound", **{name: found[name.replace("_", "-")] for name in names}}
+    again = {"planner": "bound", **{name: pilot_settings[name.replace("_", "-")] for name in names}}
     same = run(tmp_path / "same", **{**facts, **again})
     assert same.config["planned-rounds"] == run_.config["planned-rounds"] >= 1
     assert not (same.path / "pilot.toml").exists()
@@ -176,7 +176,7 @@ def test_the_shared_model_differs_by_method(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ({"method": "dp-mine"}, "method='dp-mine': expected one of dp-ditto"),
         ({"dataset": "imagenet"}, "dataset='imagenet': expected one of digits"),
@@ -205,8 +205,8 @@ def test_the_shared_model_differs_by_method(tmp_path):
         ({"method": "fedala", "sample_fraction": 0.0}, r"sample-fraction=0\.0"),
     ],
 )
-def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, said, tmp_path):
-    with pytest.raises(ValueError, match=said):
+def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
         run(tmp_path / "run", **overrides)
 
 

@@ -234,9 +234,9 @@ def test_a_run_in_one_process_is_the_same_and_fails_alike(flower, tmp_path):
     same_run(RunDirectory.open(tmp_path / "run"), in_process(UPCYCLED_FL, tmp_path / "reference"))
     again = CliRunner().invoke(cli, [str(word) for word in command])
     assert again.exit_code == 1
-    said = again.stderr
-    assert "is not empty; name a new one" in said
-    assert "Traceback" not in said
+    output = again.stderr
+    assert "is not empty; name a new one" in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.full
@@ -403,6 +403,7 @@ def test_a_foreign_project_drops_the_strategy_in(tmp_path):
 
 
 def protected(facts: dict[str, Any]) -> None:
+    """Check that a run with privacy learned and states its guarantee."""
     assert facts["refusals"] == []
     assert 0 < facts["accuracy"] <= 1
     models = next(s for s in facts["statements"] if "the released models" in s)
@@ -489,6 +490,7 @@ FOREIGN_CLIENTS = 6
 
 
 def holds_all(run: RunDirectory, rounds: int) -> None:
+    """Check that a complete run directory has all rounds, guarantees, scores and files."""
     assert run.status == "completed"
     assert [row["round"] for row in run.metrics()] == [*range(1, rounds + 1)]
     assert {g.basis for g in run.guarantees()} == {"provable", "published"}
@@ -533,20 +535,22 @@ def test_a_foreign_project_killed_on_ray_resumes_when_started_again(flower, tmp_
     assert len(run.metadata["starts"]) == 2
     reserved = sum(entry["kind"] == "reserve" for entry in run.ledger())
     assert rounds <= reserved <= rounds + 1
-    told = {int(n) for g in run.guarantees() for n in re.findall(r"(\d+) rounds?\)", g.statement())}
+    rounds_stated = {
+        int(n) for g in run.guarantees() for n in re.findall(r"(\d+) rounds?\)", g.statement())
+    }
     # The abandoned round counts, unless the process was killed before the round asked a client.
     lines = (path / "checkpoints" / "begun.jsonl").read_text().splitlines()
     begun = [entry for entry in map(json.loads, lines) if "units" in entry]
-    assert told == {len(begun)}
+    assert rounds_stated == {len(begun)}
     assert len(begun) <= reserved
     assert (path / "report.html").is_file()
 
-    said = again.stdout + again.stderr
-    assert f"Run directory: {path}" in said
-    assert "resumed after round" in said
-    assert "Traceback" not in said
-    assert "ERROR" not in said
-    assert len(said.splitlines()) < 40 + 5 * rounds
+    output = again.stdout + again.stderr
+    assert f"Run directory: {path}" in output
+    assert "resumed after round" in output
+    assert "Traceback" not in output
+    assert "ERROR" not in output
+    assert len(output.splitlines()) < 40 + 5 * rounds
 
     third = record_foreign(flower, "--stream", rounds=rounds)
     assert "holds a run that is complete, after 12 rounds" in third.stdout + third.stderr

@@ -127,8 +127,8 @@ def test_a_clipping_mod_of_the_former_strategy_is_to_be_taken_out(mod):
     fixed = DifferentialPrivacyClientSideFixedClipping(fed_avg(), 1.0, 1.0, CLIENTS)
     start(InProcessGrid(app, CLIENTS), fixed)
     strategy = FederatedStrategy(DPFedAvg(), plan(noise_placement="server"))
-    said = f"remove mods that belong to a different strategy from ClientApp.*{mod} requires"
-    with pytest.raises(FederationNotReady, match=said):
+    message = f"remove mods that belong to a different strategy from ClientApp.*{mod} requires"
+    with pytest.raises(FederationNotReady, match=message):
         run(app, strategy)
     assert strategy.participations.rounds == 0
 
@@ -146,12 +146,12 @@ def test_local_noise_of_flower_breaks_evaluation_alone():
 
 def test_names_of_a_wrapped_model_are_shown_with_what_to_return():
     app = projects.opacus(wrapped=True)
-    said = r"'_module.conv.bias', .*but no 'conv.bias'.*state_dict of the model itself"
+    message = r"'_module.conv.bias', .*but no 'conv.bias'.*state_dict of the model itself"
     for strategy in (
         FederatedStrategy(DPFedAvg(), plan(noise_placement="server")),
         STRATEGIES["hosted"](),
     ):
-        with pytest.raises(FederationNotReady, match=said):
+        with pytest.raises(FederationNotReady, match=message):
             run(app, strategy)
 
 

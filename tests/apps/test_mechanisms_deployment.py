@@ -109,8 +109,8 @@ def test_no_noise_repeats_when_a_server_with_secure_noise_is_killed(deployment, 
     # The killed attempt has a round of its own, with its own noise.
     reserved = sum(entry["kind"] == "reserve" for entry in run.ledger())
     assert sorted(watch.noises) == [*range(1, reserved + 1)] == [*range(1, ROUNDS + 2)]
-    assert all(len(found) == 1 for found in watch.noises.values())
-    every = [np.array(noise) for found in watch.noises.values() for noise in found]
+    assert all(len(noises) == 1 for noises in watch.noises.values())
+    every = [np.array(noise) for noises in watch.noises.values() for noise in noises]
     for one, other in itertools.combinations(every, 2):
         assert not np.isclose(one, other, rtol=0, atol=1e-12).any()
     assert (run.path / FILE).stat().st_mode & 0o077 == 0

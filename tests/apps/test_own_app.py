@@ -30,8 +30,8 @@ def test_an_app_from_scratch_trains_privately_and_leaves_a_report(tmp_path):
 def test_a_setting_an_app_lacks_is_named_with_where_to_add_it(name, tmp_path):
     server, client = OWN.parts()
     config = {key: value for key, value in OWN.config().items() if key != name}
-    said = rf"run-config has no {name}: expected .*; add it to \[tool.flwr.app.config\]"
-    with pytest.raises(UnfitSetting, match=said):
+    message = rf"run-config has no {name}: expected .*; add it to \[tool.flwr.app.config\]"
+    with pytest.raises(UnfitSetting, match=message):
         run_in_process(
             server,
             client,

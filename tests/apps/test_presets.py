@@ -256,7 +256,7 @@ def test_a_file_of_the_user_is_read_like_a_preset(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[settings]\nrund = 3\n", "settings file mine: no setting 'rund'; did you mean rounds?"),
         ("[settings]\nrounds = 'x'\n", "settings file mine: rounds='x': expected an integer >= 1"),
@@ -266,10 +266,10 @@ def test_a_file_of_the_user_is_read_like_a_preset(tmp_path):
         ("[where.method]\ncentaur = 3\n", r"expected title = \"…\", a table \[settings\]"),
     ],
 )
-def test_a_file_that_an_app_cannot_use_is_refused_by_name(text, said, tmp_path):
+def test_a_file_that_an_app_cannot_use_is_refused_by_name(text, message, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(text)
-    with pytest.raises(InvalidValue, match=said):
+    with pytest.raises(InvalidValue, match=message):
         prepared(DP2_FEDSAM, tmp_path, settings_file=path)
 
 
@@ -281,14 +281,14 @@ def test_an_unknown_preset_and_a_missing_file_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"preset": "a", "settings_file": Path("b")}, "either --preset or --settings"),
         ({"preset": "a", "resume": Path("run")}, "leave out --preset"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(options, said, tmp_path):
-    with pytest.raises(InvalidValue, match=said):
+def test_options_that_contradict_each_other_are_refused(options, message, tmp_path):
+    with pytest.raises(InvalidValue, match=message):
         prepared(DP2_FEDSAM, tmp_path, **options)
 
 

@@ -37,9 +37,9 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         while not self.over:
-            now = self.last_round()
-            if now != self.seen[-1]:
-                self.seen.append(now)
+            current_round = self.last_round()
+            if current_round != self.seen[-1]:
+                self.seen.append(current_round)
             if self.last(self.what) >= FATAL:
                 self.reached.set()
             time.sleep(0.01)
@@ -60,8 +60,8 @@ class Watch(threading.Thread):
 def test_a_silo_killed_in_a_round_resumes_and_repeats_no_mask(tmp_path):
     """SIGKILL comes after the round was stored and before the silo's sum could leave."""
     watch = Watch(secrets := tmp_path / "secrets")
-    own = {"state-folder": str(secrets)}
-    with Deployment(tmp_path / "flower", nodes=SILOS, node_config=own) as deployment:
+    node_config = {"state-folder": str(secrets)}
+    with Deployment(tmp_path / "flower", nodes=SILOS, node_config=node_config) as deployment:
         watch.start()
         settings = {**ULDP_FL.small, **SETTINGS, "key-bits": 2048, "allow-insecure-keys": True}
         run = WatchedRun(deployment, ULDP_FL.folder, tmp_path / "run", settings)
@@ -94,8 +94,8 @@ def test_a_ring_lwe_silo_killed_while_training_takes_part_again(tmp_path):
     Nobody knows who is drawn, so silo 0 answers for all silos before every round.
     """
     watch = Watch(secrets := tmp_path / "secrets", "last_epoch")
-    own = {"state-folder": str(secrets)}
-    with Deployment(tmp_path / "flower", nodes=SILOS, node_config=own) as deployment:
+    node_config = {"state-folder": str(secrets)}
+    with Deployment(tmp_path / "flower", nodes=SILOS, node_config=node_config) as deployment:
         watch.start()
         slow = {"protocol": "lattice", "local-epochs": 40}
         hidden = {"user-sampling-rate": 0.5, "draw-choices": 2}

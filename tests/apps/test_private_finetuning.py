@@ -202,7 +202,7 @@ def test_a_personal_head_alone_leaves_nothing_to_share(method, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ({"method": "fedsam2"}, "method='fedsam2': expected one of"),
         ({"tune": "body"}, "tune='body': expected one of head, adapter, all"),
@@ -219,8 +219,8 @@ def test_a_personal_head_alone_leaves_nothing_to_share(method, tmp_path):
         ),
     ],
 )
-def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, said, tmp_path):
-    with pytest.raises(ValueError, match=said):
+def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
         run(tmp_path / "run", **overrides)
 
 
@@ -239,15 +239,15 @@ def test_missing_data_say_how_to_get_them(tmp_path, monkeypatch, text):
 
 
 @pytest.mark.parametrize(
-    ("absent", "backbone", "said"),
+    ("absent", "backbone", "message"),
     [
         ("efficientnet_lite_pytorch", "efficientnet-lite0", r"flower-ext\[pretrained\]"),
         ("torchvision.models", "torchvision:resnet18", r"flower-ext\[vision\]"),
     ],
 )
-def test_a_missing_extra_is_named(absent, backbone, said, monkeypatch):
+def test_a_missing_extra_is_named(absent, backbone, message, monkeypatch):
     monkeypatch.setitem(sys.modules, absent, None)
-    with pytest.raises(ValueError, match=f"pip install '{said}'"):
+    with pytest.raises(ValueError, match=f"pip install '{message}'"):
         module("backbones").Backbone(backbone, dataset="digits", image_size=32)
 
 

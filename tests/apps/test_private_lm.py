@@ -195,26 +195,26 @@ def test_a_folder_without_sub_folders_belongs_to_its_machine_s_client(base, text
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [("{", "line 1 is not a JSON"), ('{"prompt": "a"}', "line 1"), ('{"completion": 3}', "line 1")],
 )
-def test_a_line_that_is_no_record_is_refused_without_its_text(line, said, base, texts):
+def test_a_line_that_is_no_record_is_refused_without_its_text(line, message, base, texts):
     (texts / "client0" / "odd.jsonl").write_text(line)
-    with pytest.raises(ValueError, match=said) as refused:
+    with pytest.raises(ValueError, match=message) as refused:
         task(base, **of_folder(texts)).data(0)
     assert line not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ({"method": "fedsgd"}, "method='fedsgd': expected one of"),
         ({"lora-targets": "q_proj"}, "LoRA targets='q_proj': 'q_proj' names no linear layer"),
         ({"learning-rate": 1e30}, "learning-rate=1e\\+30: training on public text diverges"),
     ],
 )
-def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, said, base, tmp_path):
-    with pytest.raises(ValueError, match=said):
+def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, message, base, tmp_path):
+    with pytest.raises(ValueError, match=message):
         run(tmp_path / "run", base, **overrides)
     assert not (tmp_path / "run").exists()
 
@@ -241,10 +241,10 @@ def test_adapters_that_get_no_gradient_are_refused_before_a_round(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("norm", "said"),
+    ("norm", "message"),
     [(1e-6, "nearly all of it is cut off"), (1e6, "noise will drown it"), (0.5, "")],
 )
-def test_a_clipping_norm_far_from_an_update_s_is_warned_of(norm, said, base, caplog):
+def test_a_clipping_norm_far_from_an_update_s_is_warned_of(norm, message, base, caplog):
     settings = {
         "clipping": "fixed",
         "clipping-norm": norm,
@@ -256,8 +256,8 @@ def test_a_clipping_norm_far_from_an_update_s_is_warned_of(norm, said, base, cap
     trial = PRIVATE_LM.module("public_trial")
     with caplog.at_level(logging.WARNING, "flwr"):
         trial.try_on_public_text(whole, task(base, **settings), base)
-    assert ("clipping-norm" in caplog.text) == bool(said)
-    assert said in caplog.text
+    assert ("clipping-norm" in caplog.text) == bool(message)
+    assert message in caplog.text
 
 
 def test_labels_that_are_all_ignored_are_refused_by_name(base, texts):
@@ -334,11 +334,11 @@ def uploads(base, folder):
     nodes = InProcessGrid(strategy.method.client_app(problem, allow_seeded_noise=True), 3)
     strategy.run.progress.begin()
     initial = ArrayRecord(problem.initial_params(2))
-    asked = list(strategy.configure_train(1, initial, ConfigRecord(), nodes))
+    requests = list(strategy.configure_train(1, initial, ConfigRecord(), nodes))
     places = {node: partition for partition, node in strategy.run.clients.nodes.items()}
     return {
         places[reply.metadata.src_node_id]: records.to_arrays(reply.content[records.UPDATE])
-        for reply in nodes.send_and_receive(asked)
+        for reply in nodes.send_and_receive(requests)
     }
 
 

@@ -47,9 +47,9 @@ def test_a_key_is_ecdsa_p384_private_to_its_user_and_made_once(tmp_path):
     private, public = make_key(tmp_path / "keys", "node-0")
     key = load_ssh_private_key(private.read_bytes(), None)
     assert isinstance(key.curve, ec.SECP384R1)
-    told = load_ssh_public_key(public.read_bytes())
+    loaded_key = load_ssh_public_key(public.read_bytes())
     form = (Encoding.OpenSSH, PublicFormat.OpenSSH)
-    assert told.public_bytes(*form) == key.public_key().public_bytes(*form)
+    assert loaded_key.public_bytes(*form) == key.public_key().public_bytes(*form)
     assert private.stat().st_mode & 0o777 == 0o600
     assert private.parent.stat().st_mode & 0o777 == 0o700
     before = private.read_bytes()

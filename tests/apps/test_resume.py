@@ -44,12 +44,12 @@ def trial(app, folder, **settings):
 
 
 @pytest.mark.parametrize(
-    ("app", "own"),
+    ("app", "app_options"),
     grid(RUNS, lambda run: run[1]["method"] == DAILY),
-    ids=[own["method"] for _, own in RUNS],
+    ids=[app_options["method"] for _, app_options in RUNS],
 )
-def test_a_seeded_run_killed_twice_ends_as_if_uninterrupted(tmp_path, app, own):
-    whole = trial(app, tmp_path / "whole", **{**own, "rounds": 4})
+def test_a_seeded_run_killed_twice_ends_as_if_uninterrupted(tmp_path, app, app_options):
+    whole = trial(app, tmp_path / "whole", **{**app_options, "rounds": 4})
     whole.finish()
     parts = replace(whole, folder=tmp_path / "parts")
     assert kill(parts.start(), changed(parts.folder, "metrics.jsonl", 1))
@@ -103,10 +103,10 @@ def test_a_run_that_is_ended_says_what_its_guarantee_covers(tmp_path, interrupte
     assert ("the lines below were written after round" in text) != interrupted
     if interrupted:  # SIGINT may come between a reservation and its requests
         reserved = sum(entry["kind"] == "reserve" for entry in run.ledger())
-        told = {
+        rounds_stated = {
             int(n) for g in run.guarantees() for n in re.findall(r"(\d+) rounds?\)", g.statement())
         }
-        assert len(told) == 1
-        beyond = reserved - told.pop()
+        assert len(rounds_stated) == 1
+        beyond = reserved - rounds_stated.pop()
         assert beyond in (0, 1)
         assert ("The ledger holds more than this table" in text) == (beyond == 1)

@@ -50,10 +50,10 @@ def test_a_setting_of_another_type_ends_the_run_with_its_name(app, name, value, 
         run_in_process(server, client, num_clients=3, run_config=config)
 
 
-def fails(app, tmp_path, said, **settings):
+def fails(app, tmp_path, message, **settings):
     server, client = app.parts()
     config = {**app.small_config(run_directory=str(tmp_path / "run")), **settings}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         run_in_process(server, client, num_clients=config["clients"], run_config=config)
 
 
@@ -76,8 +76,8 @@ def test_settings_are_looked_at_even_where_another_leaves_them_without_effect(
 
 
 def test_the_delta_of_one_client_alone_has_to_be_set(tmp_path):
-    said = r"clients=1 with delta=0.0: expected a delta in \(0, 1\), or more clients"
-    fails(DP2_FEDSAM, tmp_path, said, clients=1)
+    message = r"clients=1 with delta=0.0: expected a delta in \(0, 1\), or more clients"
+    fails(DP2_FEDSAM, tmp_path, message, clients=1)
 
 
 @pytest.mark.parametrize("dataset", names())

@@ -1,3 +1,5 @@
+"""Allocations of records to users and silos have the distributions that Uldp-FL describes."""
+
 import numpy as np
 import pytest
 import torch
@@ -109,7 +111,7 @@ FREE = {"num_users": 10, "num_silos": 3}
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: allocate("even", TARGETS, **FREE, rng=rng()), "distribution='even'"),
         (
@@ -132,8 +134,8 @@ FREE = {"num_users": 10, "num_silos": 3}
         ),
     ],
 )
-def test_impossible_allocations_are_refused_with_what_is_expected(call, said):
-    with pytest.raises(ValueError, match=said):
+def test_impossible_allocations_are_refused_with_what_is_expected(call, message):
+    with pytest.raises(ValueError, match=message):
         call()
 
 

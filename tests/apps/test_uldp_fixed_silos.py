@@ -1,3 +1,5 @@
+"""Allocations of records to users where the data set itself has silos."""
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -73,7 +75,7 @@ def test_the_same_seed_gives_the_same_owners(distribution):
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: allocate_within("even", [5], num_users=4, rng=rng()), "distribution='even'"),
         (lambda: allocate_within("zipf", [], num_users=4, rng=rng()), "at least one silo"),
@@ -91,6 +93,6 @@ def test_the_same_seed_gives_the_same_owners(distribution):
         ),
     ],
 )
-def test_impossible_allocations_are_refused_with_what_is_expected(call, said):
-    with pytest.raises(ValueError, match=said):
+def test_impossible_allocations_are_refused_with_what_is_expected(call, message):
+    with pytest.raises(ValueError, match=message):
         call()

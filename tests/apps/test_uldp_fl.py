@@ -128,8 +128,10 @@ def test_the_lattice_protocol_weighs_by_records_and_says_that_it_is_experimental
     assert {row["answered"] for row in private.metrics()} == {5}
     assert not any(row.get("refused") for row in private.metrics())
     for guarantee in private.guarantees():
-        said = any("not externally reviewed" in text for text in guarantee.assumptions)
-        assert said == (guarantee.basis == "provable")
+        names_the_experiment = any(
+            "not externally reviewed" in text for text in guarantee.assumptions
+        )
+        assert names_the_experiment == (guarantee.basis == "provable")
     if rate == 1:
         plain = run(tmp_path / "plain", method="uldp-avg-w", seeded_noise=True)
         one, other = (load_file(each.path / "model.safetensors") for each in (plain, private))
@@ -182,7 +184,7 @@ def test_groups_of_any_size(size, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ({"method": "uldp-avg2"}, "method='uldp-avg2': expected one of uldp-avg"),
         ({"dataset": "iris"}, "dataset='iris': expected one of digits"),
@@ -231,8 +233,8 @@ def test_groups_of_any_size(size, tmp_path):
         ({"model": "gpt"}, "model='gpt'"),
     ],
 )
-def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, said, tmp_path):
-    with pytest.raises(ValueError, match=said):
+def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
         run(tmp_path / "run", **overrides)
 
 

@@ -1,3 +1,5 @@
+"""The silos of each data set of Uldp-FL, as the app loads them."""
+
 import math
 import struct
 from itertools import product
@@ -55,8 +57,8 @@ def test_users_of_few_labels_have_them_over_all_silos():
     silos = load_silos("digits", num_users=30, labels_per_user=2)
     labels: dict[int, set[int]] = {}
     for silo in silos:
-        for user, own in silo.by_user().items():
-            labels.setdefault(user, set()).update(own.targets.tolist())
+        for user, examples in silo.by_user().items():
+            labels.setdefault(user, set()).update(examples.targets.tolist())
     assert max(map(len, labels.values())) == 2
 
 
@@ -85,7 +87,7 @@ def test_missing_files_are_an_error_that_names_them(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "said"),
+    ("name", "arguments", "message"),
     [
         ("wine", {}, "name='wine': expected one of digits, breast-cancer"),
         ("digits", {"num_users": 0}, "num_users=0"),
@@ -95,8 +97,8 @@ def test_missing_files_are_an_error_that_names_them(name, tmp_path):
         ("tcga-brca", {"labels_per_user": 2}, "labels_per_user=2: expected None"),
     ],
 )
-def test_unfit_arguments_are_refused_by_name(name, arguments, said):
-    with pytest.raises(ValueError, match=said):
+def test_unfit_arguments_are_refused_by_name(name, arguments, message):
+    with pytest.raises(ValueError, match=message):
         load_silos(name, **arguments)
 
 

@@ -1,3 +1,5 @@
+"""The tables of Uldp-FL's data sets are read, split and scaled as described."""
+
 import csv
 import gzip
 from pathlib import Path
@@ -159,7 +161,7 @@ def test_files_of_something_else_are_refused_by_name(tmp_path):
         tables.creditcard(tmp_path, rng=rng())
     write_heart(tmp_path / "heart_disease")
     centre = tmp_path / "heart_disease" / "processed.va.data"
-    for line, said in (
+    for line, message in (
         ("1,2,3", r"va\.data: 3 columns, expected 14"),
         (
             "1,1,one,1,1,1,1,1,1,1,1,1,1,1",
@@ -175,7 +177,7 @@ def test_files_of_something_else_are_refused_by_name(tmp_path):
         ("?,1,1,1,1,1,1,1,1,1,1,1,1,1", r"va\.data: expected complete rows"),
     ):
         centre.write_text(line + "\n")
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             tables.heart_disease(tmp_path)
     (tmp_path / "brca.csv").write_text("pid,x,E,T\nP,1,0,5\n")
     (tmp_path / "train_test_split.csv").write_text("pid,fold,fold2\n")
@@ -184,7 +186,7 @@ def test_files_of_something_else_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("4711 people,1,0", "line 4, column 'x'$"),
         ('0,"4711 at row 8, column 2",0', "line 4, column 'y'$"),
@@ -192,10 +194,10 @@ def test_files_of_something_else_are_refused_by_name(tmp_path):
         ("0", "as many columns in line 4 as in the first line$"),
     ],
 )
-def test_an_error_names_the_place_of_a_value_but_not_the_value(line, said, tmp_path):
+def test_an_error_names_the_place_of_a_value_but_not_the_value(line, message, tmp_path):
     (tmp_path / "file.csv").write_text(f"x,y,z\n1,2,3\n\n{line}\n5,6,7\n")
     file = tables._CsvFile.read(tmp_path / "file.csv")
-    with pytest.raises(InvalidValue, match=said) as caught:
+    with pytest.raises(InvalidValue, match=message) as caught:
         file.numbers(["x", "y"])
     assert "4711" not in "".join(format_exception(caught.value))
 
@@ -210,7 +212,7 @@ def test_an_error_about_a_damaged_file_quotes_no_byte(name, content, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ("nan", "a finite number in line 2, column .+$"),
         ("inf", "a finite number in line 2, column .+$"),
@@ -227,16 +229,16 @@ def test_an_error_about_a_damaged_file_quotes_no_byte(name, content, tmp_path):
     ids=["creditcard", "tcga"],
 )
 def test_classes_besides_0_and_1_and_infinite_cells_are_refused(
-    file, column, read, value, said, tmp_path
+    file, column, read, value, message, tmp_path
 ):
     write_creditcard(tmp_path / "creditcard", pool=False)
     write_tcga(tmp_path / "tcga_brca")
     header, first, *lines = (tmp_path / file).read_text().splitlines()
-    for place in [column, 2] if "finite" in said else [column]:
+    for place in [column, 2] if "finite" in message else [column]:
         cells = first.split(",")
         cells[place] = value
         (tmp_path / file).write_text("\n".join([header, ",".join(cells), *lines]) + "\n")
-        with pytest.raises(ValueError, match=f"{Path(file).name}: expected {said}"):
+        with pytest.raises(ValueError, match=f"{Path(file).name}: expected {message}"):
             read(tmp_path)
 
 

@@ -1,3 +1,5 @@
+"""The devices of each data set of Upcycled-FL, from files or generated."""
+
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +44,7 @@ def letters_file(folder: Path, count: int = 600) -> None:
 
 
 def equal(one, two) -> bool:
+    """Return True if two lists of devices hold the same examples."""
     return len(one) == len(two) and all(
         torch.equal(a.train.features, b.train.features)
         and torch.equal(a.test.targets, b.test.targets)
@@ -128,7 +131,7 @@ def test_the_default_model_takes_the_features_and_tells_the_classes_apart(name):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"name": "synthetic-2-2"}, "name='synthetic-2-2': expected one of synthetic-iid,"),
         ({"name": "synthetic-iid", "num_devices": 0}, "num_devices=0: expected an integer >= 1"),
@@ -140,9 +143,9 @@ def test_the_default_model_takes_the_features_and_tells_the_classes_apart(name):
         ({"name": "letters", "generated": True}, "generated=True: expected False"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(arguments, said, tmp_path):
+def test_arguments_that_do_not_fit_are_refused(arguments, message, tmp_path):
     authors_file(tmp_path, "iid")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         load_devices(folder=tmp_path, **arguments)
 
 

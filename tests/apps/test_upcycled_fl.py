@@ -133,7 +133,7 @@ def test_objective_perturbation_of_what_the_theorem_does_not_cover_is_refused(fa
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ({"method": "fedsgd"}, "method='fedsgd': expected one of fedavg"),
         ({"schedule": "rising"}, "schedule='rising': expected one of constant"),
@@ -147,15 +147,15 @@ def test_objective_perturbation_of_what_the_theorem_does_not_cover_is_refused(fa
         ({"method": "fedprox", "server_learning_rate": 0.5}, r"server-learning-rate=0\.5 with"),
     ],
 )
-def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, said, tmp_path):
-    with pytest.raises(ValueError, match=said):
+def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
         run(tmp_path / "run", **overrides)
 
 
 def test_help_with_missing_data_proposes_no_data_set_that_the_app_refuses(tmp_path):
-    with pytest.raises(DataNotFound, match="FLOWER_EXT_DATA") as told:
+    with pytest.raises(DataNotFound, match="FLOWER_EXT_DATA") as error:
         run(tmp_path / "run", dataset="letters", data_folder=str(tmp_path), generated=False)
-    assert "digits" not in str(told.value)
+    assert "digits" not in str(error.value)
 
 
 def test_missing_data_end_the_run_before_it_begins(tmp_path):

@@ -1,3 +1,5 @@
+"""Generated devices have the sizes and distributions of Upcycled-FL's synthetic data."""
+
 import numpy as np
 import pytest
 import torch
@@ -28,6 +30,7 @@ def rng(seed=0):
 
 
 def together(devices: list[ClientData], part: str = "train") -> tuple[np.ndarray, np.ndarray]:
+    """Return the features and targets of all devices as two arrays."""
     parts = [getattr(data, part) for data in devices]
     features, targets = (
         torch.cat([getattr(p, name) for p in parts]) for name in ("features", "targets")
@@ -121,10 +124,10 @@ def test_one_linear_classifier_fits_every_iid_device_but_not_0_0():
         )
 
     shared = generate("iid", rng=rng(1), num_classes=3)
-    own = generate("0-0", rng=rng(1), num_classes=3)
+    labels_by_device = generate("0-0", rng=rng(1), num_classes=3)
     assert fit(shared) > 0.99
-    assert fit(own) < 0.9
-    largest = max(own, key=lambda data: len(data.train))
+    assert fit(labels_by_device) < 0.9
+    largest = max(labels_by_device, key=lambda data: len(data.train))
     assert fit([largest]) > 0.97
 
 
@@ -146,7 +149,7 @@ def test_the_generator_decides_and_no_global_randomness_is_touched(kind):
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: generate("2-2", rng=rng()), "kind='2-2': expected one of iid, 0-0"),
         (
@@ -157,8 +160,8 @@ def test_the_generator_decides_and_no_global_randomness_is_touched(kind):
         (lambda: file_name("0_0"), "kind='0_0'"),
     ],
 )
-def test_arguments_out_of_range_are_refused(call, said):
-    with pytest.raises(ValueError, match=said):
+def test_arguments_out_of_range_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
         call()
 
 
@@ -182,17 +185,17 @@ def test_a_file_is_read_device_by_device(tmp_path):
     assert [(len(data.train), len(data.test)) for data in devices] == [(4, 1), (5, 2), (6, 3)]
     for number, data in enumerate(devices):
         for part, examples in (("train", data.train), ("test", data.test)):
-            own = content[f"client_{part}"] == number
+            of_device = content[f"client_{part}"] == number
             np.testing.assert_array_equal(
-                examples.features.numpy(), content[f"x_{part}"][own].astype(np.float32)
+                examples.features.numpy(), content[f"x_{part}"][of_device].astype(np.float32)
             )
-            np.testing.assert_array_equal(examples.targets.numpy(), content[f"y_{part}"][own])
+            np.testing.assert_array_equal(examples.targets.numpy(), content[f"y_{part}"][of_device])
             assert examples.features.dtype == torch.float32
             assert examples.targets.dtype == torch.int64
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"x_train": np.zeros((15, 19))}, "finite features of shape"),
         ({"x_train": np.full((15, 20), np.nan)}, "finite features of shape"),
@@ -205,9 +208,9 @@ def test_a_file_is_read_device_by_device(tmp_path):
         ({"client_test": np.array([0, 0, 0, 1, 1, 3])}, "devices numbered 0 … 2"),
     ],
 )
-def test_a_file_of_something_else_is_refused(changed, said, tmp_path):
+def test_a_file_of_something_else_is_refused(changed, message, tmp_path):
     np.savez(tmp_path / "devices.npz", **arrays(**changed))
-    with pytest.raises(ValueError, match=f"devices.npz: .*{said}"):
+    with pytest.raises(ValueError, match=f"devices.npz: .*{message}"):
         read(tmp_path / "devices.npz")
 
 

@@ -42,17 +42,17 @@ def test_runs_under_mixed_faults_complete_and_use_only_what_counts(name):
 
 @pytest.mark.parametrize("name", grid(METHODS, DAILY.__contains__))
 def test_malformed_requests_are_answered_by_errors_and_sound_ones_are_answered(name):
-    found = clients.ask(METHODS[name], 120, seed=4)
-    assert (found.answered, found.remembered, found.refused) == ([], [], 0)
-    assert found.sound > 0  # cohorts are drawn from the system's randomness
+    outcome = clients.ask(METHODS[name], 120, seed=4)
+    assert (outcome.answered, outcome.remembered, outcome.refused) == ([], [], 0)
+    assert outcome.sound > 0  # cohorts are drawn from the system's randomness
 
 
 @pytest.mark.parametrize("dropout", grid([0.05, 0.9], (0.9).__eq__))
-def test_what_is_released_under_dropout_has_the_accounted_noise(dropout):
-    found = noise.measure(dropout, "client", rounds=15, seed=1)
-    assert found.enough
-    assert found.released == 15
-    assert found.ratio == pytest.approx(1.0, abs=0.15)
+def test_releases_under_dropout_have_the_accounted_noise(dropout):
+    outcome = noise.measure(dropout, "client", rounds=15, seed=1)
+    assert outcome.enough
+    assert outcome.released == 15
+    assert outcome.ratio == pytest.approx(1.0, abs=0.15)
 
 
 # Under a plan for records, test_record_level_plan looks for what clients keep.
@@ -61,16 +61,14 @@ def test_what_is_released_under_dropout_has_the_accounted_noise(dropout):
 )
 def test_no_byte_of_personal_parameters_is_in_any_message(name):
     build, personal = PERSONALISED[name]
-    found = wire.search(name, build(), personal, rounds=2)
-    assert (found.found_bytes, found.found_names) == (0, 0)
-    assert found.personal_bytes > 0  # cohorts may be small
-    assert found.wire_bytes > 10_000
-
-
-# The command --------------------------------------------------------------------------------------
+    outcome = wire.search(name, build(), personal, rounds=2)
+    assert (outcome.found_bytes, outcome.found_names) == (0, 0)
+    assert outcome.personal_bytes > 0  # cohorts may be small
+    assert outcome.wire_bytes > 10_000
 
 
 def run_command(capsys, output, *, only, **options):
+    """Run some parts; return the exit status, the last printed line, and the report's lines."""
     with pytest.raises(SystemExit) as ended:
         command.main(output=output, only=only, **options)
     printed = capsys.readouterr().out.splitlines()
@@ -98,7 +96,7 @@ def test_parts_that_fail_are_named_last_and_lose_no_others(monkeypatch, capsys, 
     assert any("TypeError" in line for line in written)
 
 
-def test_a_command_that_keeps_all_says_so(capsys, tmp_path):
+def test_the_report_ends_by_saying_that_all_promises_held(capsys, tmp_path):
     status, last, written = run_command(capsys, tmp_path, only=["wire"], quick=True)
     assert (status, last) == (0, "all kept")
     assert "## Personal parameters on the wire" in written
@@ -129,9 +127,6 @@ def test_an_interrupt_leaves_the_parts_that_have_ended(monkeypatch, tmp_path):
     assert "all kept" not in written
 
 
-# The referee --------------------------------------------------------------------------------------
-
-
 def test_the_referee_sees_a_reply_that_should_not_count(monkeypatch):
     def gullible(requests, replies, read):
         values = {requests.clients.partition_of(r): read(r) for r in replies if _reads(read, r)}
@@ -144,6 +139,7 @@ def test_the_referee_sees_a_reply_that_should_not_count(monkeypatch):
 
 
 def _reads(read, reply):
+    """Return True if a reply is accepted."""
     try:
         read(reply)
     except (RefusedReply, KeyError):
@@ -176,8 +172,8 @@ class Leaking(DPFedAvg):
     @staticmethod
     def update(work):
         trained = yield work.train("local", work.received)
-        own = {name: p + 0.1 for name, p in trained.items()}
-        return LocalResult(update=own, memory=own)
+        personal = {name: p + 0.1 for name, p in trained.items()}
+        return LocalResult(update=personal, memory=personal)
 
     client = ClientMethod(
         name="leaking", local_update=update.__func__, local_model=lambda work: work.received
@@ -188,21 +184,21 @@ def test_memory_on_the_wire_is_found():
     strategy: FederatedStrategy = FederatedStrategy(
         Leaking(local=LocalTraining(epochs=1, batch_size=10)), nobody_private()
     )
-    found = wire.search("leaking", strategy, lambda name: True, rounds=1)
-    assert found.found_bytes > 1_000
+    outcome = wire.search("leaking", strategy, lambda name: True, rounds=1)
+    assert outcome.found_bytes > 1_000
 
 
 def test_a_mutation_changes_the_copy_and_not_the_message():
     case = replace(CASES[0])
     strategy = case.build()
     grid = clients.InProcessGrid(case.client_app(strategy), case.nodes)
-    asked = strategy.configure_train(1, clients.initial(), clients.ConfigRecord(), grid)
-    before = {n: (a.shape, a.data) for n, a in _arrays(asked[0]).items()}
+    requests = strategy.configure_train(1, clients.initial(), clients.ConfigRecord(), grid)
+    before = {n: (a.shape, a.data) for n, a in _arrays(requests[0]).items()}
     rng = np.random.default_rng(0)
-    mutations = malformed.requests(dict(asked[0].content.config_records[records.ROUND]))
+    mutations = malformed.requests(dict(requests[0].content.config_records[records.ROUND]))
     for _ in range(100):
-        malformed.malformed(asked[0], rng, mutations)
-    assert {n: (a.shape, a.data) for n, a in _arrays(asked[0]).items()} == before
+        malformed.malformed(requests[0], rng, mutations)
+    assert {n: (a.shape, a.data) for n, a in _arrays(requests[0]).items()} == before
 
 
 def _arrays(message) -> ArrayRecord:

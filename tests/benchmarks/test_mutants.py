@@ -4,8 +4,8 @@ import ast
 
 import pytest
 
-from benchmarks.mutants import __main__ as mutants
-from benchmarks.mutants.__main__ import TESTS, _source, stale_entries
+from benchmarks.mutants import catalogue
+from benchmarks.mutants.catalogue import ROOT, TESTS, source_of, stale_entries
 from benchmarks.mutants.faults import faults_of
 from tests.support.grids import grid
 
@@ -56,7 +56,7 @@ def test_faults_are_planted_where_they_belong_and_nowhere_in_texts_or_annotation
 
 @pytest.mark.parametrize("module", grid(TESTS, {"privacy/mechanisms/bounds.py"}.__contains__))
 def test_every_fault_in_a_module_is_another_program_that_can_be_read(module):
-    source = _source(module)
+    source = source_of(module)
     whole = ast.dump(ast.parse(source))
     for fault in faults_of(source):
         assert ast.dump(ast.parse(fault.planted(source))) != whole
@@ -70,5 +70,11 @@ def test_every_fault_that_no_test_can_find_can_be_planted(monkeypatch):
         "line": "_MARGIN = 0.0",
         "reason": "another line",
     }
-    monkeypatch.setattr(mutants, "_equivalent", lambda: [moved])
+    monkeypatch.setattr(catalogue, "read_equivalent", lambda: [moved])
     assert stale_entries() == [moved]
+
+
+def test_every_module_and_test_that_the_map_names_exists():
+    for module, tests in TESTS.items():
+        assert (ROOT / "flower_ext" / module).is_file(), module
+        assert all((ROOT / "tests" / path).exists() for path in tests), module

@@ -2,8 +2,16 @@
 
 import pytest
 
-from benchmarks.report.pages import names, pages, with_tables
-from benchmarks.report.rows import COLUMNS, collect, curve, gains, numbers, read, where
+from benchmarks.report.pages import pages, table_names, with_tables
+from benchmarks.report.rows import (
+    COLUMNS,
+    collect,
+    column_values,
+    curve,
+    gains,
+    read_rows,
+    select_rows,
+)
 from benchmarks.report.tables import TABLES
 from flower_ext.runs import RunWriter
 from tests.support.pages import ROOT
@@ -27,15 +35,15 @@ def test_a_page_has_the_tables_that_its_rows_make(page):
 
 
 def test_every_table_is_on_one_page_at_most():
-    shown = [name for page in pages() for name in names(page.read_text(encoding="utf-8"))]
+    shown = [name for page in pages() for name in table_names(page.read_text(encoding="utf-8"))]
     assert len(shown) == len(set(shown)) > 0
     assert set(shown) <= set(TABLES)
 
 
 def test_a_changed_row_changes_its_page(tmp_path, monkeypatch):
-    page = next(page for page in pages() if names(page.read_text(encoding="utf-8")))
+    page = next(page for page in pages() if table_names(page.read_text(encoding="utf-8")))
     text = page.read_text(encoding="utf-8")
-    name = names(text)[0]
+    name = table_names(text)[0]
     monkeypatch.setitem(TABLES, name, lambda: "| another |")
     assert with_tables(text) != text
 
@@ -65,15 +73,15 @@ def test_completed_runs_become_rows_beside_those_of_other_machines(tmp_path):
     a_run(runs / "search/figure-6/a-1001", 1001, 0.75)
     (path,) = collect("uldp-fl", runs, results)
     assert path.name == "uldp-fl-figure-6.csv"
-    (row,) = read("uldp-fl-figure-6", folder=results)
+    (row,) = read_rows("uldp-fl-figure-6", folder=results)
     assert (row["run"], row["loss_pooled"], row["seconds"]) == ("a-1", "0.5", "5")
     assert (row["accuracy_pooled"], curve(row, "loss_pooled")) == ("", {1: 1.0, 2: 0.5})
 
     a_run(tmp_path / "elsewhere/figure-6/a-2", 2, 0.125)
     collect("uldp-fl", tmp_path / "elsewhere", results)
-    rows = read("uldp-fl-figure-6", folder=results)
-    assert numbers(rows, "loss_pooled") == [0.5, 0.125]
-    assert where(rows, seed=2, method="x") == rows[1:]
+    rows = read_rows("uldp-fl-figure-6", folder=results)
+    assert column_values(rows, "loss_pooled") == [0.5, 0.125]
+    assert select_rows(rows, seed=2, method="x") == rows[1:]
 
 
 def test_gains_are_by_seed():

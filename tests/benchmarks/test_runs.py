@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from benchmarks.runs import Experiment, mean_and_error, overrides_of, parser_of
+from benchmarks.runs import Experiment, experiment_parser, mean_and_error, parse_overrides
 
 
 def test_an_override_has_the_type_of_the_default_of_its_app():
-    parser = parser_of("dp2-fedsam", None)
+    parser = experiment_parser("dp2-fedsam", None)
     texts = ["clients=10", "epsilon=4", "seeded-noise=true", "model=mnist-cnn"]
-    assert overrides_of(parser, "dp2-fedsam", texts) == {
+    assert parse_overrides(parser, "dp2-fedsam", texts) == {
         "clients": 10,
         "epsilon": 4.0,
         "seeded-noise": True,
@@ -19,11 +19,12 @@ def test_an_override_has_the_type_of_the_default_of_its_app():
 
 
 @pytest.mark.parametrize(
-    ("text", "error"), [("client=10", "'client': expected one of"), ("clients=ten", "clients:")]
+    ("text", "error"),
+    [("client=10", "did you mean clients"), ("clients=ten", "clients='ten': expected")],
 )
 def test_an_override_that_the_app_cannot_read_fails_the_command(text, error, capsys):
     with pytest.raises(SystemExit):
-        overrides_of(parser_of("dp2-fedsam", None), "dp2-fedsam", [text])
+        parse_overrides(experiment_parser("dp2-fedsam", None), "dp2-fedsam", [text])
     assert error in capsys.readouterr().err
 
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from benchmarks.report.tables import private_gains
-from benchmarks.sharing import DELTA, EPSILON, Cell, accuracy, dealt, halves
+from benchmarks.report.tables.sharing import private_gains
+from benchmarks.sharing import DELTA, EPSILON, Cell, accuracy, deal_clients, split_examples
 
 
 def pixels(examples):
@@ -14,9 +14,9 @@ def pixels(examples):
 
 
 def test_clients_get_the_cells_examples_of_its_classes_and_none_twice():
-    train, test = halves("digits", None)
+    train, test = split_examples("digits", None)
     known = set(pixels(train))
-    clients = dealt(Cell(20, 12, 5), train, test, 1)
+    clients = deal_clients(Cell(20, 12, 5), train, test, 1)
     assert len(clients) == 20
     used = []
     for client in clients:
@@ -32,18 +32,18 @@ def test_clients_get_the_cells_examples_of_its_classes_and_none_twice():
 
 
 def test_test_images_are_no_training_images():
-    train, test = halves("digits", None)
+    train, test = split_examples("digits", None)
     assert not set(pixels(train)) & set(pixels(test))
 
 
 def test_too_many_clients_are_refused():
-    train, test = halves("digits", None)
+    train, test = split_examples("digits", None)
     with pytest.raises(IndexError):
-        dealt(Cell(1000, 50, 2), train, test, 1)
+        deal_clients(Cell(1000, 50, 2), train, test, 1)
 
 
 def test_a_private_run_spends_the_budget_and_a_lone_client_nothing():
-    clients = dealt(Cell(30, 6, 10), *halves("digits", None), 1)
+    clients = deal_clients(Cell(30, 6, 10), *split_examples("digits", None), 1)
     clients = [type(c)(train=c.train, test=c.test.subset(range(10))) for c in clients]
     assert len(clients) * DELTA < 1
     settings = {"learning_rate": 0.3, "clipping_norm": 1.0}

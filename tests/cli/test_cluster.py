@@ -54,9 +54,9 @@ class Cluster:
         self._files.cleanup()
 
     def _start(self, *words: str) -> subprocess.Popen:
-        own = ["--block", "--node-ip-address", HOST, "--num-cpus", "1", "--disable-usage-stats"]
+        options = ["--block", "--node-ip-address", HOST, "--num-cpus", "1", "--disable-usage-stats"]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        return subprocess.Popen([executable("ray"), "start", *words, *own], **quiet)
+        return subprocess.Popen([executable("ray"), "start", *words, *options], **quiet)
 
     def _answers(self) -> bool:
         words = [executable("ray"), "health-check", "--address", self.address]

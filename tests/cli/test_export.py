@@ -111,9 +111,9 @@ def test_no_epsilon_is_promised_for_the_records_behind_a_personal_part(finished,
     first = beside["statements"][0]
     assert "parameters of client 1 that carry no noise: no ε covers the records" in first
     shared = load_file(run.path / "model.safetensors")
-    own = {n for n in params if n not in shared or not torch.equal(params[n], shared[n])}
-    assert set(beside["parameters"]["personal"]) == own
-    assert own
+    personal = {n for n in params if n not in shared or not torch.equal(params[n], shared[n])}
+    assert set(beside["parameters"]["personal"]) == personal
+    assert personal
     assert (tmp_path / "own.safetensors").stat().st_mode & 0o077 == 0
 
 
@@ -127,9 +127,9 @@ def test_the_exported_shared_model_is_the_runs_with_its_guarantees(finished, tmp
     run = finished(DP2_FEDSAM)
     file = tmp_path / "shared.safetensors"
     assert call(run.path, "--output", file).exit_code == 0  # works without an app
-    saved, own = load_file(run.path / "model.safetensors"), load_file(file)
-    assert set(own) == set(saved)
-    assert all(torch.equal(own[name], value) for name, value in saved.items())
+    saved, exported_model = load_file(run.path / "model.safetensors"), load_file(file)
+    assert set(exported_model) == set(saved)
+    assert all(torch.equal(exported_model[name], value) for name, value in saved.items())
     beside = json.loads((tmp_path / "shared.guarantee.json").read_text())
     assert beside["for"] == "everyone who may have the run's models"
     assert beside["parameters"]["personal"] == []
@@ -180,9 +180,9 @@ def test_a_client_never_drawn_has_an_initial_secret_head(finished, tmp_path):
     client = next(c for c in range(4) if str(c) not in remembered)
     params, beside = exported(few, run, tmp_path, "--client", client)
     initial = task_of(few, run).initial_params(run.config["seed"])
-    own = beside["parameters"]["personal"]
-    assert own
-    assert all(torch.equal(params[name], initial[name]) for name in own)
+    personal = beside["parameters"]["personal"]
+    assert personal
+    assert all(torch.equal(params[name], initial[name]) for name in personal)
     assert beside["for"] == f"client {client} alone"
     assert f"whether and when client {client} took part" in beside["statements"][1]
 
@@ -211,7 +211,7 @@ def test_nothing_is_overwritten(finished, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--client", 3], "client=3: expected a client's number, 0 … 2"),
         (["--client", -1], "client=-1: expected a client's number, 0 … 2"),
@@ -220,8 +220,8 @@ def test_nothing_is_overwritten(finished, tmp_path):
         (["--output", "own.bin"], "expected a name that ends with .safetensors"),
     ],
 )
-def test_what_cannot_be_exported_is_refused_with_what_to_change(
-    finished, tmp_path, monkeypatch, arguments, said
+def test_runs_that_cannot_be_exported_are_refused_with_a_remedy(
+    finished, tmp_path, monkeypatch, arguments, message
 ):
     monkeypatch.chdir(tmp_path)
     if "--app" not in arguments:
@@ -230,7 +230,7 @@ def test_what_cannot_be_exported_is_refused_with_what_to_change(
         arguments = arguments[:-2]
     done = call(finished(DP2_FEDSAM).path, *arguments)
     assert done.exit_code == 2
-    assert said in done.output
+    assert message in done.output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -269,7 +269,7 @@ def test_a_client_without_its_data_is_one_message_that_names_the_folder(finished
 
 
 @pytest.mark.full
-def test_what_is_frozen_stays_with_the_base_model(tmp_path):
+def test_frozen_parameters_stay_with_the_base_model(tmp_path):
     folder = shutil.copytree(OWN.folder, tmp_path / "app")
     package = (folder / "own").rename(folder / "frozen_base")
     (package / "task.py").rename(package / "own_data.py")

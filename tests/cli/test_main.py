@@ -1,3 +1,5 @@
+"""The commands of flower-ext: what they accept, print and refuse."""
+
 import ast
 import os
 import subprocess
@@ -69,13 +71,13 @@ def test_a_damaged_file_that_a_resumed_run_renews_says_so(tmp_path, file, renewe
     path.write_bytes(path.read_bytes()[:-20] + b"\n")
     done = call("report", str(run.path))
     assert done.exit_code == 2
-    said = " ".join(done.output.replace("│", "").split())
-    assert "restore it from a copy" in said
-    assert ("or resume the run, which writes it again" in said) == renewed
+    output = " ".join(done.output.replace("│", "").split())
+    assert "restore it from a copy" in output
+    assert ("or resume the run, which writes it again" in output) == renewed
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--set", "nome=1"], "expected name=value"),
         (["--set", "rouns=1"], "did you mean rounds"),
@@ -83,12 +85,12 @@ def test_a_damaged_file_that_a_resumed_run_renews_says_so(tmp_path, file, renewe
         (["--set", "seeded-noise=maybe"], "expected true or false"),
     ],
 )
-def test_run_refuses_unknown_settings_before_it_starts_anything(arguments, said):
+def test_run_refuses_unknown_settings_before_it_starts_anything(arguments, message):
     from tests.support.apps import DP2_FEDSAM
 
     done = call("run", str(DP2_FEDSAM.folder), *arguments)
     assert done.exit_code == 2
-    assert said in unboxed(done.stderr)
+    assert message in unboxed(done.stderr)
 
 
 def test_a_run_is_either_in_one_process_or_on_a_superlink():
@@ -123,13 +125,13 @@ def test_runs_go_where_the_environment_says():
 
 
 def test_a_run_goes_where_the_environment_says_unless_the_command_line_does(monkeypatch):
-    asked = []
-    monkeypatch.setattr(run_command, "prepare", lambda options: asked.append(str(options.runs)))
+    requests = []
+    monkeypatch.setattr(run_command, "prepare", lambda options: requests.append(str(options.runs)))
     monkeypatch.setattr(run_command, "launch", lambda run: None)
     monkeypatch.setenv("FLOWER_EXT_RUNS", "/there")
     call("run", "somewhere")
     call("run", "somewhere", "--runs", "/here")
-    assert asked == ["/there", "/here"]
+    assert requests == ["/there", "/here"]
 
 
 def test_the_version_is_that_of_the_package():
@@ -209,13 +211,13 @@ def test_the_list_of_commands_is_shown_without_loading_any():
 
 
 def test_a_misspelt_command_is_answered_once_with_the_nearest():
-    said = call("leger").output
-    assert said.count("No such command") == said.count("Did you mean 'ledger'") == 1
+    output = call("leger").output
+    assert output.count("No such command") == output.count("Did you mean 'ledger'") == 1
 
 
 @pytest.mark.parametrize("command", main.command_modules())
 def test_every_parameter_of_a_command_has_a_help_text_that_is_shown(command):
-    loaded = main._loaded(command, main.command_modules()[command])
+    loaded = main.load_command(command, main.command_modules()[command])
     shown = " ".join(call(command, "--help").output.replace("│", " ").split())
     for parameter in loaded.params:
         text = getattr(parameter, "help", None)
@@ -223,7 +225,7 @@ def test_every_parameter_of_a_command_has_a_help_text_that_is_shown(command):
         assert " ".join(text.split())[:30] in shown, parameter.name
 
 
-def test_what_a_terminal_cannot_show_ends_no_command():
+def test_characters_that_a_terminal_lacks_end_no_command():
     code = (
         "import sys; from pathlib import Path; from flower_ext.cli import main as cli; "
         "from flower_ext.runs.app_settings import checked_settings; "
@@ -241,7 +243,7 @@ def test_what_a_terminal_cannot_show_ends_no_command():
     assert b"Budget ?;" in done.stdout
 
 
-def test_a_place_that_cannot_be_is_said_in_one_line(tmp_path):
+def test_an_impossible_output_folder_takes_one_line(tmp_path):
     (file := tmp_path / "a file").write_text("")
     run = finished(tmp_path / "run")
     compared = call("report", str(run.path), str(run.path), "--output", str(file))
@@ -291,18 +293,18 @@ def test_ledger_shows_what_is_spent_what_is_left_and_what_lacks_epsilon(tmp_path
 
 
 def test_ledger_refuses_a_broken_or_missing_account_or_that_of_a_run(tmp_path):
-    own = tmp_path / "own.jsonl"
+    run_ledger = tmp_path / "own.jsonl"
     run = finished(tmp_path / "run")
-    own.write_bytes(run.ledger_path.read_bytes())
+    run_ledger.write_bytes(run.ledger_path.read_bytes())
     (broken := tmp_path / "broken.jsonl").write_text("{}\n")
-    for path, said, code in (
-        (own, "of one run", 2),
+    for path, message, code in (
+        (run_ledger, "of one run", 2),
         (broken, f"{broken}: line 1", 1),
         (tmp_path / "none.jsonl", "No such file", 1),
     ):
         done = call("ledger", str(path))
         assert done.exit_code == code
-        assert said in done.stderr
+        assert message in done.stderr
 
 
 @pytest.mark.parametrize(("command", "distribution"), main.PLUGINS.items())

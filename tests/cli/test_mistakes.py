@@ -48,9 +48,9 @@ MISTAKES = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("app", "settings", "said"), MISTAKES.values(), ids=MISTAKES)
+@pytest.mark.parametrize(("app", "settings", "message"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_in_a_setting_ends_the_run_with_one_line(
-    app, settings, said, tmp_path, offline, monkeypatch
+    app, settings, message, tmp_path, offline, monkeypatch
 ):
     """A mistake that the command itself finds starts no process."""
     monkeypatch.chdir(tmp_path)
@@ -58,9 +58,9 @@ def test_a_mistake_in_a_setting_ends_the_run_with_one_line(
     done = CliRunner().invoke(cli, ["run", str(APPS / app), "--in-process", *changes])
     assert isinstance(done.exception, SystemExit), done.output
     assert done.exit_code in (1, 2), done.output  # 2: refused before the run
-    told = " ".join(done.stderr.replace("│", " ").split())  # the box around an error breaks lines
-    assert said in told
-    assert "Traceback" not in told
+    output = " ".join(done.stderr.replace("│", " ").split())  # the box around an error breaks lines
+    assert message in output
+    assert "Traceback" not in output
     assert len(done.stderr.splitlines()) <= 8
 
 

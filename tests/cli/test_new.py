@@ -35,10 +35,10 @@ def test_the_apps_of_the_checkout_are_those_that_new_knows():
     assert len(FOLDERS) >= 5
 
 
-@pytest.mark.parametrize(("asked", "code"), [([], 0), (["dp3-fedsam", "mine"], 2)])
-def test_without_an_existing_app_name_each_app_is_listed(asked, code, tmp_path):
-    asked = [*asked[:1], *(tmp_path / name for name in asked[1:])]
-    done = call(*asked)
+@pytest.mark.parametrize(("arguments", "code"), [([], 0), (["dp3-fedsam", "mine"], 2)])
+def test_without_an_existing_app_name_each_app_is_listed(arguments, code, tmp_path):
+    arguments = [*arguments[:1], *(tmp_path / name for name in arguments[1:])]
+    done = call(*arguments)
     assert done.exit_code == code
     lines = done.stdout.splitlines()
     for folder in FOLDERS:
@@ -54,9 +54,9 @@ def test_the_copy_has_the_users_name_and_the_settings_of_the_app(template, tmp_p
     assert done.exit_code == 0, done.output
     ours, theirs = project(template), project(made)
     assert theirs["project"] == {**ours["project"], "name": "my-app"}
-    own, former = theirs["tool"]["flwr"]["app"], ours["tool"]["flwr"]["app"]
-    assert own["config"] == former["config"]
-    assert own["components"] == {
+    app_table, former = theirs["tool"]["flwr"]["app"], ours["tool"]["flwr"]["app"]
+    assert app_table["config"] == former["config"]
+    assert app_table["components"] == {
         "serverapp": "my_app.server_app:app",
         "clientapp": "my_app.client_app:app",
     }

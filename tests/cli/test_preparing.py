@@ -34,7 +34,7 @@ def test_the_command_that_continues_an_interrupted_run_is_accepted(monkeypatch, 
     again = []
     monkeypatch.setattr(run_command, "prepare", lambda options: again.append(options))
     monkeypatch.setattr(run_command, "launch", lambda run: None)
-    _, *words = launching._words_to_resume(RunOptions(**given), "out")
+    _, *words = launching.command_to_resume(RunOptions(**given), "out")
     assert CliRunner().invoke(main.app, words).exit_code == 0
     (options,) = again
     kept = {name: getattr(options, name) for name in ("app", "in_process", "workers", "superlink")}
@@ -97,8 +97,8 @@ def test_a_simulation_has_no_more_nodes_than_cores_and_says_so(
 def test_nodes_of_a_superlink_are_one_client_each(monkeypatch, tmp_path):
     far = overrides(runs=tmp_path, superlink="far")
     assert "clients-per-node" not in far
-    own = overrides(runs=tmp_path, settings=["clients-per-node=1"])
-    assert own["clients-per-node"] == "1"
+    changed = overrides(runs=tmp_path, settings=["clients-per-node=1"])
+    assert changed["clients-per-node"] == "1"
 
 
 def test_clients_of_a_simulation_keep_their_memory_in_its_run_directory(monkeypatch, tmp_path):

@@ -1,3 +1,5 @@
+"""The table that lists an app's settings, with their types, choices and meanings."""
+
 import tomllib
 from importlib import import_module
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Data sets are found, read bit for bit and scaled; missing and broken files are named."""
+
 import gzip
 import struct
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Examples keep features and targets together."""
+
 import dataclasses
 
 import numpy as np
@@ -76,10 +78,13 @@ def test_indices_that_are_not_integers_are_refused(indices):
         examples().subset(indices)
 
 
-def test_what_is_no_tensor_and_no_examples_is_named():
+def test_data_of_another_type_are_refused_by_type():
     x, y = torch.zeros(2, 1), torch.zeros(2)
-    for features, targets, said in ((x.tolist(), y, "features of type list"), (x, y.numpy(), "nd")):
-        with pytest.raises(TypeError, match=f"{said}.*: expected a torch.Tensor"):
+    for features, targets, message in (
+        (x.tolist(), y, "features of type list"),
+        (x, y.numpy(), "nd"),
+    ):
+        with pytest.raises(TypeError, match=f"{message}.*: expected a torch.Tensor"):
             Examples(features, targets)
     with pytest.raises(TypeError, match="test of type NoneType: expected Examples"):
         ClientData(train=Examples(x, y), test=None)
@@ -109,10 +114,10 @@ def test_rows_of_a_tree_stay_together():
     moved = tree().to(torch.device("meta"))
     assert moved.features["b"][0].device.type == moved.targets[1]["y"].device.type == "meta"
     data = SiloData(train=tree(), test=tree(2), owners=torch.tensor([4, 0, 4, 2, 0, 4]))
-    by_user = {user: rows_of(own) for user, own in data.by_user().items()}
+    by_user = {user: rows_of(user_examples) for user, user_examples in data.by_user().items()}
     assert by_user == {0: [1, 4], 2: [3], 4: [0, 2, 5]}
     kept = data.limited(np.array([1, 0, 0, 0, 2]), np.random.default_rng(0))
-    counts = {user: len(rows_of(own)) for user, own in kept.by_user().items()}
+    counts = {user: len(rows_of(user_examples)) for user, user_examples in kept.by_user().items()}
     assert counts == {0: 1, 4: 2}
 
 

@@ -1,3 +1,5 @@
+"""Partitions of examples among clients, and splits into training and test parts."""
+
 import numpy as np
 import pytest
 
@@ -59,20 +61,20 @@ def test_the_same_seed_gives_the_same_partition(kind):
 
 
 def test_a_split_is_by_class_disjoint_and_never_empty():
-    own = pathological(TARGETS, num_partitions=20, classes_per_partition=2, rng=rng())[3]
-    train, test = split(own, TARGETS, train_fraction=0.9, rng=rng())
+    classes = pathological(TARGETS, num_partitions=20, classes_per_partition=2, rng=rng())[3]
+    train, test = split(classes, TARGETS, train_fraction=0.9, rng=rng())
     assert disjoint([train, test])
-    assert set(train) | set(test) == set(own)
-    assert len(train) == round(0.9 * len(own))
+    assert set(train) | set(test) == set(classes)
+    assert len(train) == round(0.9 * len(classes))
     shares = [np.bincount(TARGETS[part], minlength=10) / len(part) for part in (train, test)]
     np.testing.assert_allclose(shares[0], shares[1], atol=0.05)
     for size in (2, 3, 5):
-        parts = split(own[:size], TARGETS, train_fraction=0.99, rng=rng())
+        parts = split(classes[:size], TARGETS, train_fraction=0.99, rng=rng())
         assert all(len(part) > 0 for part in parts)
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: partition("even", TARGETS, num_partitions=3, rng=rng()), "partition='even'"),
         (lambda: iid(TARGETS, num_partitions=0, rng=rng()), "num_partitions=0"),
@@ -105,8 +107,8 @@ def test_a_split_is_by_class_disjoint_and_never_empty():
         (lambda: split(np.arange(9), TARGETS, train_fraction=1.0, rng=rng()), "train_fraction=1.0"),
     ],
 )
-def test_impossible_partitions_are_refused_with_what_to_change(call, said):
-    with pytest.raises(ValueError, match=said):
+def test_impossible_partitions_are_refused_with_what_to_change(call, message):
+    with pytest.raises(ValueError, match=message):
         call()
 
 

@@ -1,3 +1,5 @@
+"""Readers of files: FEMNIST's digits and CIFAR-10's images."""
+
 from pathlib import Path
 
 import numpy as np

@@ -87,14 +87,14 @@ def test_mappings_become_dictionaries_and_other_things_are_named():
     kept = trees.checked("features", UserDict(a=UserDict(b=column())))
     assert type(kept) is dict
     assert type(kept["a"]) is dict
-    for odd, said in (
+    for odd, message in (
         ({"a": {"b": [1.0]}}, r"features\['a'\]\['b'\] of type list: expected a torch.Tensor"),
         ((column(), None), r"features\[1\] of type NoneType"),
         ({}, "features of type dict: .* of at least one"),
         ({0: column()}, "features of type dict: .*strings as keys"),
         (Found(column(), ()), "features of type Found"),
     ):
-        with pytest.raises(TypeError, match=said):
+        with pytest.raises(TypeError, match=message):
             trees.checked("features", odd)
 
 

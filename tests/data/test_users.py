@@ -1,3 +1,5 @@
+"""Limits on the records of each user, and a silo's examples by user."""
+
 import numpy as np
 import pytest
 import torch
@@ -54,7 +56,7 @@ def test_group_sizes_are_numbers_the_maximum_or_the_median_of_owners():
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: group_size(np.ones((2, 2)), 0), "group_size=0: expected an integer >= 1"),
         (lambda: group_size(np.ones((2, 2)), True), "group_size=True: expected an integer >= 1"),
@@ -66,8 +68,8 @@ def test_group_sizes_are_numbers_the_maximum_or_the_median_of_owners():
         ),
     ],
 )
-def test_impossible_limits_are_refused_with_what_is_expected(call, said):
-    with pytest.raises(ValueError, match=said):
+def test_impossible_limits_are_refused_with_what_is_expected(call, message):
+    with pytest.raises(ValueError, match=message):
         call()
 
 
@@ -84,15 +86,17 @@ def test_a_silo_hands_out_each_users_examples_in_their_order():
     data = silo(owners)
     by_user = data.by_user()
     assert list(by_user) == [0, 2, 4]
-    for user, own in by_user.items():
+    for user, user_examples in by_user.items():
         rows = [row for row, owner in enumerate(owners.tolist()) if owner == user]
-        assert own.targets.tolist() == rows
-        assert torch.equal(own.features, data.train.features[rows])
+        assert user_examples.targets.tolist() == rows
+        assert torch.equal(user_examples.features, data.train.features[rows])
 
 
 def test_users_examples_share_one_copy_of_the_silos():
     by_user = silo(torch.tensor([1, 0, 1, 0, 1, 0])).by_user()
-    storages = {own.features.untyped_storage().data_ptr() for own in by_user.values()}
+    storages = {
+        user_examples.features.untyped_storage().data_ptr() for user_examples in by_user.values()
+    }
     assert len(storages) == 1
 
 
@@ -106,7 +110,10 @@ def test_a_limited_silo_keeps_a_random_choice_of_each_users_examples():
     owners = torch.arange(300) % 3
     data = SiloData(train=examples(300), test=examples(2), owners=owners)
     kept = data.limited(np.array([5, 0, 1_000]), np.random.default_rng(0))
-    assert {user: len(own) for user, own in kept.by_user().items()} == {0: 5, 2: 100}
+    assert {user: len(user_examples) for user, user_examples in kept.by_user().items()} == {
+        0: 5,
+        2: 100,
+    }
     rows = kept.train.targets  # each example's target is its row
     assert torch.equal(kept.owners, owners[rows])
     again = data.limited(np.array([5, 0, 1_000]), np.random.default_rng(1))
@@ -116,7 +123,7 @@ def test_a_limited_silo_keeps_a_random_choice_of_each_users_examples():
 
 
 @pytest.mark.parametrize(
-    ("owners", "said"),
+    ("owners", "message"),
     [
         (None, "expected a tensor with the user of each training example"),
         (torch.zeros(5, dtype=torch.int64), r"owners of shape \(5,\): expected \(6,\)"),
@@ -126,6 +133,6 @@ def test_a_limited_silo_keeps_a_random_choice_of_each_users_examples():
         (torch.tensor([0, 1, 2, -1, 0, 0]), "expected users >= 0, found -1"),
     ],
 )
-def test_owners_that_do_not_fit_the_examples_are_refused(owners, said):
-    with pytest.raises(ValueError, match=said):
+def test_owners_that_do_not_fit_the_examples_are_refused(owners, message):
+    with pytest.raises(ValueError, match=message):
         silo(owners)

@@ -58,8 +58,6 @@ def test_most_pages_with_code_are_run():
     assert len(WITH_BLOCKS) > 15
 
 
-# Commands ---------------------------------------------------------------------------------------
-
 SHELL = ("", "bash", "sh", "console")
 EVERY = [
     (block, command)
@@ -79,12 +77,12 @@ def of(*beginnings: str) -> list[tuple[Block, list[str]]]:
 
 
 def test_every_command_on_a_page_exists_with_its_options():
-    found = of("flower-ext")
+    known_commands = of("flower-ext")
     modules = cli.command_modules()
-    assert len(found) > 40
-    for block, (_, name, *words) in found:
+    assert len(known_commands) > 40
+    for block, (_, name, *words) in known_commands:
         assert name in modules, block.name
-        command = cli._loaded(name, modules[name])
+        command = cli.load_command(name, modules[name])
         if steps := getattr(command, "commands", None):
             command = steps[words[0]]
         known = {option for p in command.params for option in p.opts}
@@ -121,8 +119,8 @@ def test_every_extra_that_a_page_installs_is_one():
     text = "\n".join(page.read_text() for page in pages())
     named = {
         e
-        for found in re.findall(r"(?:flower-ext|'\.|\.whl)\[([a-z,]+)\]", text)
-        for e in found.split(",")
+        for extras in re.findall(r"(?:flower-ext|'\.|\.whl)\[([a-z,]+)\]", text)
+        for e in extras.split(",")
     }
     assert named <= set(EXTRAS)
     assert len(named) > 3

@@ -30,17 +30,19 @@ class Asked:
 
 def ask(case: Case, count: int, *, seed: int) -> Asked:
     """Send ``count`` malformed requests to clients of an earlier round, then well-formed ones."""
-    found, rng = Asked(), np.random.default_rng(seed)
+    outcome, rng = Asked(), np.random.default_rng(seed)
     strategy = case.build(seed=seed)
     # Clients refuse seeded noise, as in a deployment.
     app = strategy.method.client_app(task(), allow_seeded_noise=case is PRIVATE)
     grid = InProcessGrid(app, case.nodes)
     questions: list[Message] = []
     for server_round in range(1, 9):  # the last round stays unanswered; a cohort may be empty
-        asked = list(strategy.configure_train(server_round, initial(), ConfigRecord(), grid))
-        questions = asked or questions
+        train_requests = list(
+            strategy.configure_train(server_round, initial(), ConfigRecord(), grid)
+        )
+        questions = train_requests or questions
         if server_round < 8:
-            strategy.aggregate_train(server_round, grid.send_and_receive(asked))
+            strategy.aggregate_train(server_round, grid.send_and_receive(train_requests))
     facts = dict(questions[0].content.config_records[records.ROUND])
     mutations = requests(facts)
     if case is PRIVATE:
@@ -53,15 +55,15 @@ def ask(case: Case, count: int, *, seed: int) -> Asked:
         context = grid.contexts[request.metadata.dst_node_id]
         before = {name: id(record) for name, record in context.state.items()}
         (reply,) = grid.send_and_receive([request])
-        found.requests += 1
-        found.wrong[what] += 1
+        outcome.requests += 1
+        outcome.wrong[what] += 1
         if not reply.has_error():
-            found.answered.append(what)
+            outcome.answered.append(what)
         if {name: id(record) for name, record in context.state.items()} != before:
-            found.remembered.append(what)
-    found.sound = len(questions)
-    found.refused = sum(reply.has_error() for reply in grid.send_and_receive(questions))
-    return found
+            outcome.remembered.append(what)
+    outcome.sound = len(questions)
+    outcome.refused = sum(reply.has_error() for reply in grid.send_and_receive(questions))
+    return outcome
 
 
 def everyone(count: int, *, seed: int) -> dict[str, Asked]:

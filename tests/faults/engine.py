@@ -52,7 +52,9 @@ class Outcome:
     @property
     def epsilon_is_right(self) -> bool:
         """Return True if every reported ε is the recomputed one, or at most 1 in 1,000 above."""
-        return all(-1e-6 <= ours / own - 1 <= 1e-3 for ours, own in self.epsilon.values())
+        return all(
+            -1e-6 <= ours / recomputed - 1 <= 1e-3 for ours, recomputed in self.epsilon.values()
+        )
 
 
 class Referee:
@@ -96,14 +98,14 @@ class Referee:
         )
 
     def _check_scores(self, number: int, summarised: bool) -> None:
-        told = {
+        metrics = {
             partition: dict(reply.content.metric_records[records.METRICS])
             for partition, reply in self.grid.scores.items()
         }
-        if summarised != bool(told) or (told and self.strategy.run.client_metrics != told):
+        if summarised != bool(metrics) or (metrics and self.strategy.run.client_metrics != metrics):
             self.outcome.accepted.append(f"scores of round {number}")
         mean = self.strategy.run.progress.row.get("accuracy_mean", 0.0)
-        if told and not np.isclose(mean, np.mean([one["accuracy"] for one in told.values()])):
+        if metrics and not np.isclose(mean, np.mean([one["accuracy"] for one in metrics.values()])):
             self.outcome.wrong_aggregates.append(f"scores of round {number}")
 
     def _check(
@@ -132,8 +134,8 @@ class Referee:
         if (moved is None) != (expected is None):
             outcome.wrong_aggregates.append(f"round {number}: released {moved is not None}")
         elif moved is not None and expected is not None:
-            found = records.to_arrays(moved)
-            if not all(np.allclose(found[n], expected[n], rtol=1e-5, atol=1e-6) for n in expected):
+            model = records.to_arrays(moved)
+            if not all(np.allclose(model[n], expected[n], rtol=1e-5, atol=1e-6) for n in expected):
                 outcome.wrong_aggregates.append(f"round {number}: another model")
 
 
@@ -141,7 +143,7 @@ def expected_model(
     strategy: FederatedStrategy,
     base: records.Arrays,
     uploads: list[records.Arrays],
-    asked: int,
+    request: int,
 ) -> records.Arrays | None:
     """Return the next model by plain arithmetic, with seeded noise; None without a release."""
     plan, number = strategy.run.plan, strategy.participations.rounds
@@ -159,7 +161,7 @@ def expected_model(
             for array in upload.values():
                 array *= min(1.0, clipping_norm / norm)
     else:
-        stddev *= np.sqrt(1 - len(uploads) / asked) if asked else 1.0
+        stddev *= np.sqrt(1 - len(uploads) / request) if request else 1.0
     rng = seeded_generator(SEED, "server-noise", number)
     divisor = plan.sampling.expected_cohort_size
     if isinstance(strategy.method, UldpAvg):
@@ -225,16 +227,16 @@ def epsilons(
     accountant = pld.PLDAccountant(value_discretization_interval=1e-3)
     gaussian = dp_accounting.GaussianDpEvent(multiplier)
     event = dp_accounting.PoissonSampledDpEvent(plan.sampling.rate, gaussian)
-    own = accountant.compose(event, rounds).get_epsilon(plan.delta)
-    found = {
-        "released models": (reported[AdversaryView.RELEASED_MODELS], own),
-        "the ledger": (ledger.spent(plan.delta).epsilon, own),
+    recomputed = accountant.compose(event, rounds).get_epsilon(plan.delta)
+    epsilons_by_view = {
+        "released models": (reported[AdversaryView.RELEASED_MODELS], recomputed),
+        "the ledger": (ledger.spent(plan.delta).epsilon, recomputed),
     }
     sums = reported.get(AdversaryView.SUM_ONLY, np.inf)
     if np.isfinite(sums) and not isinstance(strategy.method, UldpAvg):
         worst = multiplier / np.sqrt(max(referee.weights.values()))
-        found["each sum"] = (sums, dp_accounting.get_epsilon_gaussian(worst, plan.delta))
-    return found
+        epsilons_by_view["each sum"] = (sums, dp_accounting.get_epsilon_gaussian(worst, plan.delta))
+    return epsilons_by_view
 
 
 def _arrays(reply: Message) -> records.Arrays:

@@ -109,8 +109,8 @@ class Trial:
         process = self.start()
         process.join(_LIMIT)
         if process.exitcode != 0:
-            said = (self.folder / "log").read_text()[-3000:]
-            raise RuntimeError(f"the run ended with {process.exitcode}: {said}")
+            log = (self.folder / "log").read_text()[-3000:]
+            raise RuntimeError(f"the run ended with {process.exitcode}: {log}")
 
     def released(self) -> list[tuple[int, list[int]]]:
         """Return (training number, clients) for each time that clients trained and answered."""
@@ -140,6 +140,8 @@ def play(trial: Trial) -> None:
 def _witnessed(
     answer: Callable[..., Sequence[Answer]], witness: int
 ) -> Callable[..., Sequence[Answer]]:
+    """Return a client that notes its rounds for a witness before it answers."""
+
     def watched(
         messages: Sequence[Message], contexts: Sequence[Context], **options: Any
     ) -> Sequence[Answer]:
@@ -179,8 +181,8 @@ def changed(folder: Path, pattern: str, times: int, pause: float = 0.0) -> Calla
     def due() -> bool:
         nonlocal seen, last, due_at
         if due_at is None:
-            now = frozenset(_states(folder, pattern))
-            seen, last = seen + (now != last), now
+            current = frozenset(_states(folder, pattern))
+            seen, last = seen + (current != last), current
             if seen >= times:
                 due_at = time.monotonic() + pause
         return due_at is not None and time.monotonic() >= due_at
@@ -189,6 +191,7 @@ def changed(folder: Path, pattern: str, times: int, pause: float = 0.0) -> Calla
 
 
 def _states(folder: Path, pattern: str) -> Iterator[tuple[str, int, int]]:
+    """Yield name, size and time of every file that matches a pattern."""
     for file in folder.rglob(pattern):
         try:
             facts = file.stat()
@@ -199,7 +202,7 @@ def _states(folder: Path, pattern: str) -> Iterator[tuple[str, int, int]]:
 
 def differences(one: Path, other: Path) -> list[str]:
     """Return the differences of two run directories, except for times."""
-    found = [
+    differing = [
         name
         for name in ("model.safetensors", "guarantee.json", "clients.csv")
         if _content(one / name) != _content(other / name)
@@ -212,10 +215,10 @@ def differences(one: Path, other: Path) -> list[str]:
         for path in (one, other)
     ]
     if rows[0] != rows[1]:
-        found.append("metrics.jsonl")
+        differing.append("metrics.jsonl")
     if reserved(one) != reserved(other):
-        found.append("ledger.jsonl")
-    return found
+        differing.append("ledger.jsonl")
+    return differing
 
 
 def _content(path: Path) -> bytes | None:
@@ -230,26 +233,26 @@ def reserved(run: Path) -> Counter[Release]:
 
 def short_of(trial: Trial, *, ended: bool) -> list[str]:
     """Return the gaps between the accounts and the witness; for a finished run, in all accounts."""
-    released, found = trial.released(), []
+    released, shortfalls = trial.released(), []
     spent = reserved(trial.run)
     numbers = [number for number, _ in released]
     if sum(spent.values()) < len(set(numbers)):
-        found.append(f"ledger: {sum(spent.values())} of {len(set(numbers))} releases")
+        shortfalls.append(f"ledger: {sum(spent.values())} of {len(set(numbers))} releases")
     if not ended:
-        return found
+        return shortfalls
     if len(set(numbers)) < len(numbers):
-        found.append("a training number was used twice")
+        shortfalls.append("a training number was used twice")
     last = max((trial.run / "checkpoints").glob("*.checkpoint"), key=lambda f: int(f.stem))
     counted = Participations.from_dict(deserialised(last.read_bytes()).values["participations"])
     truth = Counter(client for _, clients in released for client in clients)
-    found += [f"client {c}" for c, times in truth.items() if counted.uploads[c] < times]
+    shortfalls += [f"client {c}" for c, times in truth.items() if counted.uploads[c] < times]
     (release,) = spent
     for claim in RunDirectory(trial.run).guarantees():
         if claim.basis == "provable" and claim.view is AdversaryView.RELEASED_MODELS:
             true = privacy_loss_of({release: len(released)}, delta=claim.delta).epsilon
             if claim.epsilon < true * (1 - 1e-9):
-                found.append(f"guarantee: ε = {claim.epsilon:.4g}, {true:.4g} was spent")
-    return found
+                shortfalls.append(f"guarantee: ε = {claim.epsilon:.4g}, {true:.4g} was spent")
+    return shortfalls
 
 
 @dataclass
@@ -288,8 +291,8 @@ def run(points: int, *, seed: int = 0) -> list[Outcome]:
         drawn, number = random.Random(seed), 0
         while (left := points - sum(outcome.points for outcome in outcomes)) > 0:
             outcome = outcomes[number % 2]
-            own = {**config, "seeded-noise": outcome.exact is not None}
-            trial = replace(seeded, config=own, folder=place / f"{number}")
+            trial_config = {**config, "seeded-noise": outcome.exact is not None}
+            trial = replace(seeded, config=trial_config, folder=place / f"{number}")
             killed = _kill_and_resume(trial, outcome, drawn, duration, most=min(left, _IN_A_ROW))
             short: list[str] = []
             if outcome.exact is None:
@@ -324,6 +327,7 @@ def _kill_and_resume(
 
 
 def _point(trial: Trial, drawn: random.Random, duration: float) -> tuple[str, Callable[[], bool]]:
+    """Draw the point at which to kill: its name, and a function that waits for it."""
     if drawn.random() < 0.4:
         return "random time", after(drawn.uniform(0, duration))
     pattern = drawn.choice(WATCHED)

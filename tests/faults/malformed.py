@@ -48,9 +48,6 @@ def malformed(
     return name, changed
 
 
-# Arrays ----------------------------------------------------------------------------------------
-
-
 def npy(values: np.ndarray, *, allow_pickle: bool = False) -> bytes:
     """Return an array as NumPy writes it."""
     file = BytesIO()
@@ -168,9 +165,6 @@ def in_array(
     return mutation
 
 
-# Records ---------------------------------------------------------------------------------------
-
-
 def without_record(record: str) -> Mutation:
     def mutation(message: Message, rng: np.random.Generator) -> None:
         del message.content[record]
@@ -179,6 +173,8 @@ def without_record(record: str) -> Mutation:
 
 
 def _other_record(record: str) -> Mutation:
+    """Return a mutation that replaces a record by one of another type."""
+
     def mutation(message: Message, rng: np.random.Generator) -> None:
         del message.content[record]
         if rng.random() < 0.5:
@@ -190,6 +186,8 @@ def _other_record(record: str) -> Mutation:
 
 
 def _renamed_record(record: str) -> Mutation:
+    """Return a mutation that renames a record."""
+
     def mutation(message: Message, rng: np.random.Generator) -> None:
         kept: Any = message.content[record]
         del message.content[record]
@@ -199,6 +197,8 @@ def _renamed_record(record: str) -> Mutation:
 
 
 def _names(record: str, how: str) -> Mutation:
+    """Return a mutation that adds, removes or renames an array of a record."""
+
     def mutation(message: Message, rng: np.random.Generator) -> None:
         arrays = message.content.array_records[record]
         name = str(rng.choice(list(arrays)))
@@ -244,9 +244,6 @@ METRICS: dict[str, Mutation] = {
         "num-examples", [-1, -1e9, 0.5, 2**41, 1e300, float("nan"), [1], 10**400]
     ),
 }
-
-
-# Envelopes -------------------------------------------------------------------------------------
 
 
 def _set(field: str, values: Callable[[Message, np.random.Generator], Any]) -> Mutation:
@@ -301,9 +298,6 @@ ANSWER: dict[str, Mutation] = {**of_record(records.ANSWER, floats=False), **ENVE
 """Faults of an answer to a question."""
 
 
-# Requests --------------------------------------------------------------------------------------
-
-
 def fact(name: str, values: Iterable[Any]) -> Mutation:
     """Return a fault that replaces a fact of the round; `MISSING` removes it."""
     options = list(values)
@@ -328,6 +322,7 @@ _NO_AMOUNT = [0, 0.0, -1.0, float("nan"), float("inf"), -float("inf"), "1", b"1"
 
 
 def _training(field: str, values: Iterable[Any]) -> Mutation:
+    """Return a mutation that gives a field of the local training another value."""
     options = list(values)
 
     def mutation(message: Message, rng: np.random.Generator) -> None:

@@ -109,9 +109,6 @@ class WatchedRun:
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-# Faults ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Fault:
     """A fault of partition ``node`` in a round, or of no client (None)."""
@@ -295,9 +292,6 @@ SHORT = Plan(
     returns={2: [2]},
 )
 PLANS = (LONG, SHORT)
-
-
-# The runs -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -90,17 +90,17 @@ def search(
     """
     grid = TappedGrid(strategy.method.client_app(task(), allow_seeded_noise=True), CLIENTS)
     strategy.start(grid, initial(), num_rounds=rounds)
-    own = {data: label for data, label in grid.memories.items() if personal(label)}
-    windows = set().union(*(found for label, found in grid.own.items() if personal(label)))
+    personal_data = {data: label for data, label in grid.memories.items() if personal(label)}
+    windows = set().union(*(places for label, places in grid.own.items() if personal(label)))
     seen = {window for data in grid.wire for window in _windows(data)}
     shared = set(strategy.run.model)
     return Searched(
         name=name,
-        personal_bytes=sum(map(len, own)),
+        personal_bytes=sum(map(len, personal_data)),
         wire_bytes=sum(map(len, grid.wire)),
         messages=grid.messages,
         found_bytes=WINDOW * len(windows & seen),
-        found_names=len(({*own.values()} - shared) & grid.names),
+        found_names=len(({*personal_data.values()} - shared) & grid.names),
     )
 
 

@@ -178,10 +178,10 @@ def test_missing_clients_count_half_and_the_server_adds_their_noise():
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_clients_learn_the_norm_of_the_round_only_where_they_clip(placement):
     _, _, grid = play_rounds(FORCES[:FEW], quiet(), 1, grid=Recorder, noise_placement=placement)
-    asked = [
+    requests = [
         m.content[records.ROUND] for m in grid.sent if m.metadata.message_type.startswith("train")
     ]
-    assert [entries.get("adaptive-norm") for entries in asked] == (
+    assert [entries.get("adaptive-norm") for entries in requests] == (
         [None if placement == "server" else 1.0] * FEW
     )
 

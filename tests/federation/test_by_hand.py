@@ -74,6 +74,7 @@ def test_every_client_checks_the_model_that_all_of_them_receive():
 
 
 def other_models():
+    """Yield models that differ from the initial one in names, shapes or types."""
     whole = {name: array.numpy() for name, array in initial().items()}
     first = next(iter(whole))
     yield {name: array for name, array in whole.items() if name != first}

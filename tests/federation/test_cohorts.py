@@ -39,11 +39,11 @@ ONE_STEP = LocalTraining(steps=1, batch_size=64, learning_rate=1.0)
 
 def still(size=1, silos=False):
     """Return a task of ``size`` parameters that moves none of them."""
-    own = Examples(torch.zeros(UNITS, size), torch.zeros(UNITS))
-    silo = SiloData(train=own, test=own, owners=torch.arange(UNITS))
+    examples = Examples(torch.zeros(UNITS, size), torch.zeros(UNITS))
+    silo = SiloData(train=examples, test=examples, owners=torch.arange(UNITS))
     return Task(
         model=lambda: nn.Linear(size, 1, bias=False),
-        data=lambda _: silo if silos else ClientData(train=own, test=own),
+        data=lambda _: silo if silos else ClientData(train=examples, test=examples),
         loss=lambda outputs, targets: 0.0 * outputs.sum(),
         metrics={},
         device="cpu",
@@ -79,11 +79,11 @@ def clients_by_round(sampling, rounds=ROUNDS, **options):
         DPFedAvg, plan=plan(sampling), local=ONE_STEP, evaluate_every=0, **options
     )
     grid, _ = run(strategy, rounds)
-    asked = np.zeros((rounds, UNITS))
+    cohorts = np.zeros((rounds, UNITS))
     for message in trainings(grid):
-        asked[int(message.metadata.group_id) - 1, message.metadata.dst_node_id - 1_000] += 1
-    assert asked.sum() == sum(strategy.participations.uploads.values())
-    return asked
+        cohorts[int(message.metadata.group_id) - 1, message.metadata.dst_node_id - 1_000] += 1
+    assert cohorts.sum() == sum(strategy.participations.uploads.values())
+    return cohorts
 
 
 def users_by_round(sampling, rounds=ROUNDS):
@@ -93,16 +93,16 @@ def users_by_round(sampling, rounds=ROUNDS):
         UldpAvg(num_silos=SILOS, local=ONE_STEP), of_users, evaluate_every=0
     )
     grid, _ = run(strategy, rounds, silos=SILOS)
-    asked = np.zeros((SILOS, rounds, UNITS))
+    cohorts = np.zeros((SILOS, rounds, UNITS))
     for message in trainings(grid):
         bits = records.to_arrays(message.content[USER_WEIGHTS])[SAMPLED]
         silo, number = message.metadata.dst_node_id - 1_000, int(message.metadata.group_id) - 1
-        asked[silo, number] = np.unpackbits(bits, count=UNITS)
-    assert (asked == asked[0]).all()  # the same users in every silo
-    return asked[0]
+        cohorts[silo, number] = np.unpackbits(bits, count=UNITS)
+    assert (cohorts == cohorts[0]).all()  # the same users in every silo
+    return cohorts[0]
 
 
-def check_law(asked, rate):
+def check_law(cohorts, rate):
     """Refuse cohorts that are no independent draws of each unit in each round.
 
     Raises
@@ -110,22 +110,22 @@ def check_law(asked, rate):
     AssertionError
         Counts, or repetitions from round to round, are too many or too few.
     """
-    rounds, units = asked.shape
-    assert set(np.unique(asked)) <= {0, 1}
+    rounds, units = cohorts.shape
+    assert set(np.unique(cohorts)) <= {0, 1}
     counts = {
-        "units in all rounds": (int(asked.sum()), rounds * units),
-        **{f"rounds of unit {u}": (int(n), rounds) for u, n in enumerate(asked.sum(axis=0))},
+        "units in all rounds": (int(cohorts.sum()), rounds * units),
+        **{f"rounds of unit {u}": (int(n), rounds) for u, n in enumerate(cohorts.sum(axis=0))},
     }
     for what, (count, number) in counts.items():
         low, high = stats.binom.ppf([LUCK / 2, 1 - LUCK / 2], number, rate)
         assert low <= count <= high, f"{what}: {count} of {number}"
-    repeated = sum(int(one @ other) for one, other in pairwise(asked))
+    repeated = sum(int(one @ other) for one, other in pairwise(cohorts))
     number = (rounds - 1) * units
     # Two repetitions are dependent where they share a round.
     variance = rate**2 * (1 - rate**2) + 2 * rate**3 * (1 - rate)
     deviation = abs(repeated - rate**2 * number) / np.sqrt(variance * number)
     assert deviation < 7, f"units in two rounds in a row: {repeated} of {number}"
-    spread = asked.sum(axis=1).var() / (units * rate * (1 - rate))
+    spread = cohorts.sum(axis=1).var() / (units * rate * (1 - rate))
     assert 0.4 < spread < 2.2, "cohort sizes vary unlike those of independent units"
 
 
@@ -143,12 +143,12 @@ def test_each_round_draws_each_unit_by_itself(drawn):
 
 
 def test_a_cohort_of_a_fixed_size_is_drawn_anew_in_every_round():
-    asked = clients_by_round(FixedSizeSampling(UNITS, 4))
-    assert set(asked.sum(axis=1)) == {4.0}
-    for count in asked.sum(axis=0):
+    cohorts = clients_by_round(FixedSizeSampling(UNITS, 4))
+    assert set(cohorts.sum(axis=1)) == {4.0}
+    for count in cohorts.sum(axis=0):
         low, high = stats.binom.ppf([LUCK / 2, 1 - LUCK / 2], ROUNDS, 4 / UNITS)
         assert low <= count <= high
-    repeated = sum(int(one @ other) for one, other in pairwise(asked))
+    repeated = sum(int(one @ other) for one, other in pairwise(cohorts))
     assert repeated / (4 * (ROUNDS - 1)) == pytest.approx(4 / UNITS, abs=0.25)  # 11 σ
 
 
@@ -209,13 +209,13 @@ def test_a_round_that_draws_nobody_and_is_discarded_is_found(changes, silos, tmp
 
 
 @pytest.mark.parametrize(
-    ("plant", "rate", "said"),
+    ("plant", "rate", "message"),
     [
         pytest.param(faults.cohort_kept, 0.3, "in a row|rounds of unit", id="kept"),
         pytest.param(faults.empty_cohort_redrawn, 0.03, "in all rounds", id="redrawn"),
     ],
 )
-def test_cohorts_of_another_law_are_found(plant, rate, said, monkeypatch):
+def test_cohorts_of_another_law_are_found(plant, rate, message, monkeypatch):
     plant(monkeypatch, None)
-    with pytest.raises(AssertionError, match=said):
+    with pytest.raises(AssertionError, match=message):
         check_law(clients_by_round(PoissonSampling(UNITS, rate)), rate)

@@ -117,12 +117,12 @@ def test_clients_take_turns_and_one_that_fails_has_taken_its_turn():
         device="cpu",
     )
     _, strategy, clients = models_of(CorrelatedNoise(), sampling, 8, task=task, engine=Recorder)
-    asked = {}
+    requests = {}
     for message in clients.sent:
         if message.metadata.message_type.startswith("train"):
             number = message.content.config_records[records.ROUND]["number"]
-            asked.setdefault(message.metadata.dst_node_id, []).append(number)
-    assert sorted(asked.values()) == [[1, 4], [1, 4], [2, 5], [2, 5], [3, 6], [3, 6]]
+            requests.setdefault(message.metadata.dst_node_id, []).append(number)
+    assert sorted(requests.values()) == [[1, 4], [1, 4], [2, 5], [2, 5], [3, 6], [3, 6]]
     assert set(strategy.participations.uploads.values()) == {2}
     # Rounds 7 and 8 asked nobody, and the guarantee is that of all participations.
     models = {g.view: g.epsilon for g in strategy.guarantees()}[AdversaryView.MODELS_AND_COHORTS]
@@ -223,28 +223,28 @@ class Asking(DyingGrid):
         return super().send_and_receive(messages, timeout=timeout)
 
 
-def assert_apart(asked):
+def assert_apart(cohorts):
     """Check the participations that the noise was chosen for."""
     for client in range(CLIENTS):
-        numbers = sorted(number for number, partition in asked if partition == client)
+        numbers = sorted(number for number, partition in cohorts if partition == client)
         assert len(numbers) <= MOST
         assert all(b - a >= APART for a, b in itertools.pairwise(numbers)), (client, numbers)
 
 
 def test_a_client_whose_node_registers_anew_keeps_its_turn(tmp_path):
-    asked = []
+    requests = []
     for first_id, rounds in ((1_000, 2), (5_000, 5), (3_000, 8)):
-        engine = type("Renumbered", (Asking,), {"asked": asked, "first_id": first_id})
+        engine = type("Renumbered", (Asking,), {"asked": requests, "first_id": first_id})
         play(tmp_path, rounds=rounds, engine=engine, **secure_options())
-    assert len(asked) == 8
-    assert_apart(asked)
+    assert len(requests) == 8
+    assert_apart(requests)
 
 
 @pytest.mark.parametrize("lost", [1, 2])
 def test_checkpoints_from_a_backup_make_no_client_take_part_too_early(tmp_path, lost):
     """A backup leaves out the secrets, as the guide asks. Two lost rounds cannot be made up."""
-    asked = []
-    engine = type("Noting", (Asking,), {"asked": asked})
+    requests = []
+    engine = type("Noting", (Asking,), {"asked": requests})
     run, backup = tmp_path / "run", tmp_path / "backup"
     play(tmp_path, rounds=3, engine=engine, **secure_options())
     shutil.copytree(run / "checkpoints", backup)
@@ -256,8 +256,8 @@ def test_checkpoints_from_a_backup_make_no_client_take_part_too_early(tmp_path, 
             play(tmp_path, rounds=8, engine=engine, **secure_options())
     else:
         play(tmp_path, rounds=8, engine=engine, **secure_options())
-        assert {number for number, _ in asked} >= {1, 2, 3, 4, 5, 6, 7}
-    assert_apart(asked)
+        assert {number for number, _ in requests} >= {1, 2, 3, 4, 5, 6, 7}
+    assert_apart(requests)
 
 
 def test_two_continuations_of_a_copied_run_share_no_noise_and_count_twice(tmp_path, monkeypatch):

@@ -33,10 +33,10 @@ def scored(scores=FINE, method=DPFedAvg, **changes):
 def run(strategy, grid=Recorder, rounds=1, tasks=None, **facts):
     base = strategy.base if isinstance(strategy, Upcycled) else strategy
     app = base.method.client_app(tasks or task(), allow_seeded_noise=True)
-    found = grid(app, num_clients=CLIENTS)
+    run_grid = grid(app, num_clients=CLIENTS)
     for name, value in facts.items():
-        setattr(found, name, frozenset(value))
-    return found, strategy.start(found, initial(), num_rounds=rounds)
+        setattr(run_grid, name, frozenset(value))
+    return run_grid, strategy.start(run_grid, initial(), num_rounds=rounds)
 
 
 def evaluated(grid):
@@ -88,12 +88,12 @@ def test_epsilon_covers_rounds_and_evaluations_and_is_in_the_ledger(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     strategy = scored(ledger=ledger, seeded_noise=False)
     run(strategy, rounds=3)
-    own = strategy.run.mechanism
-    releases = {own.release: 3, own.query_sums[0].release: 3}
-    expected = privacy_loss_of(releases, delta=own.delta).epsilon
+    mechanism = strategy.run.mechanism
+    releases = {mechanism.release: 3, mechanism.query_sums[0].release: 3}
+    expected = privacy_loss_of(releases, delta=mechanism.delta).epsilon
     assert spent_by(strategy.run)["epsilon_provable"] == pytest.approx(expected)
     assert ledger.releases == 6
-    assert ledger.spent(own.delta).epsilon == pytest.approx(expected)
+    assert ledger.spent(mechanism.delta).epsilon == pytest.approx(expected)
     kinds = [entry["kind"] for entry in Ledger.read(tmp_path / "ledger.jsonl")]
     assert kinds == ["reserve", "commit"] * 6
 
@@ -118,15 +118,17 @@ def test_an_evaluation_is_on_the_ledger_before_anybody_is_asked(tmp_path):
     grid = Watching(DPFedAvg.client_app(task()), num_clients=CLIENTS)
     grid.path = path
     strategy.start(grid, initial(), num_rounds=1)
-    asked = [held for kinds, held in grid.seen if kinds == ["evaluate"]]
-    assert asked == [2]
+    ledgers = [held for kinds, held in grid.seen if kinds == ["evaluate"]]
+    assert ledgers == [2]
 
 
 def test_no_evaluation_is_made_that_the_budget_does_not_allow(logged, tmp_path):
-    own = plan(queries=(FINE,))
-    rounds_alone = privacy_loss_of({own.mechanism().release: 3}, delta=own.delta).epsilon
+    query_plan = plan(queries=(FINE,))
+    rounds_alone = privacy_loss_of(
+        {query_plan.mechanism().release: 3}, delta=query_plan.delta
+    ).epsilon
     for how in ("ledger", "budget"):
-        limit = Budget(epsilon=rounds_alone * 1.01, delta=own.delta)
+        limit = Budget(epsilon=rounds_alone * 1.01, delta=query_plan.delta)
         given = (
             {"ledger": Ledger(tmp_path / "ledger.jsonl", budget=limit)}
             if how == "ledger"
@@ -142,8 +144,8 @@ def test_no_evaluation_is_made_that_the_budget_does_not_allow(logged, tmp_path):
 
 
 def test_an_account_of_a_population_counts_evaluations_too(tmp_path):
-    path, own = tmp_path / "account.jsonl", plan(queries=(FINE,))
-    budget = Budget(epsilon=1e9, delta=own.delta, ledger=path)
+    path, query_plan = tmp_path / "account.jsonl", plan(queries=(FINE,))
+    budget = Budget(epsilon=1e9, delta=query_plan.delta, ledger=path)
     run(scored(budget=budget, seeded_noise=False), rounds=2)
     charges = [
         one for one in map(json.loads, path.read_text().splitlines()) if one["kind"] == "charge"
@@ -154,7 +156,7 @@ def test_an_account_of_a_population_counts_evaluations_too(tmp_path):
 
 
 @pytest.mark.parametrize("stage", ["begin", "keys", "question"])
-def test_with_too_few_participants_there_are_no_scores_but_a_spend(stage, logged):
+def test_too_few_participants_give_no_scores_and_still_spend(stage, logged):
     class AtEvaluation(Losing):
         """Loses clients in the stage of an evaluation, not of the training before it."""
 
@@ -214,19 +216,16 @@ def test_clients_lost_while_they_evaluate_leave_the_mean_of_the_others():
     assert result.evaluate_metrics_clientapp[1]["scored_clients"] == pytest.approx(6, abs=0.05)
 
 
-# What one client's data can do ------------------------------------------------------------------
-
-
 def with_test(change):
     """The task whose client 2 has its test examples changed."""
-    own = task()
-    real = own.data
+    loop_task = task()
+    real = loop_task.data
 
     def data(number):
         found = real(number)
         return replace(found, test=change(found.test)) if number == 2 else found
 
-    return replace(own, data=data)
+    return replace(loop_task, data=data)
 
 
 def test_a_client_without_test_examples_is_not_counted_and_not_seen():
@@ -240,19 +239,19 @@ def test_a_client_without_test_examples_is_not_counted_and_not_seen():
 
 
 @pytest.mark.parametrize(
-    "told", grid_of([100.0, -100.0, float("nan"), float("inf")], lambda told: told != -100)
+    "score", grid_of([100.0, -100.0, float("nan"), float("inf")], lambda score: score != -100)
 )
-def test_no_clients_metric_moves_the_sum_by_more_than_its_bound(told):
+def test_no_clients_metric_moves_the_sum_by_more_than_its_bound(score):
     real = task()
-    metrics = {"accuracy": lambda outputs, targets: torch.tensor(told)}
+    metrics = {"accuracy": lambda outputs, targets: torch.tensor(score)}
     strategy, plain = scored(), scored()
     _, one = run(strategy, tasks=replace(real, metrics=metrics))  # all clients are odd
     _, other = run(plain)
-    found = one.evaluate_metrics_clientapp[1]
-    assert found["scored_clients"] == pytest.approx(CLIENTS, abs=0.05)
-    assert -0.01 <= found["accuracy_mean"] <= 1.01
+    row = one.evaluate_metrics_clientapp[1]
+    assert row["scored_clients"] == pytest.approx(CLIENTS, abs=0.05)
+    assert -0.01 <= row["accuracy_mean"] <= 1.01
     expected = other.evaluate_metrics_clientapp[1]["loss_mean"]
-    assert found["loss_mean"] == pytest.approx(expected, abs=0.05)
+    assert row["loss_mean"] == pytest.approx(expected, abs=0.05)
 
 
 def test_an_evaluation_that_fails_on_a_clients_data_sends_an_empty_part(monkeypatch, logged):
@@ -268,9 +267,6 @@ def test_an_evaluation_that_fails_on_a_clients_data_sends_an_empty_part(monkeypa
     assert 1 not in result.evaluate_metrics_clientapp  # the noised count is below 1
     # As for trainings, only a traceback may hold a record, in the client's own log.
     assert not any("of a record" in record.getMessage() for record in logged.records)
-
-
-# When it goes on --------------------------------------------------------------------------------
 
 
 def test_an_unfinished_evaluation_counts_when_the_run_resumes(tmp_path):

@@ -54,6 +54,7 @@ def square_of(reply: Message) -> int:
 
 
 def connected(app: ClientApp | None = None) -> tuple[Clients, InProcessGrid]:
+    """Return the clients after they have connected, and their grid."""
     clients, grid = (
         Clients("meth", Progress(), timeout=1.0),
         InProcessGrid(app or client_app(), CLIENTS),
@@ -98,7 +99,7 @@ def test_each_partition_gets_its_content_in_the_rounds_message(kind):
         assert message.metadata.group_id == "7"
 
 
-def test_apps_that_do_not_know_us_are_asked_in_flowers_plain_words():
+def test_foreign_apps_get_flowers_message_types():
     clients, grid = connected(client_app(method=None))
     (message,) = clients.request("train", {0: {}}, 1).messages
     assert message.metadata.message_type == "train"
@@ -127,14 +128,14 @@ def test_messages_and_bytes_are_counted_both_ways_and_apart_by_kind():
     assert row["evaluation_bytes_up"] == 5 * UP_BYTES
 
 
-def test_bytes_are_those_of_the_numbers_but_for_a_small_header():
+def test_bytes_count_the_arrays_and_a_small_header():
     assert 4 * 1_000 + 8 * 200 <= DOWN_BYTES < 1.1 * (4 * 1_000 + 8 * 200)
     clients, _ = connected()
     clients.request("train", {0: {"down": DOWN, "more": DOWN, "facts": ConfigRecord({"a": 1})}}, 1)
     assert clients.progress.row["bytes_down"] == 2 * DOWN_BYTES
 
 
-def test_refusals_are_listed_counted_and_logged_and_their_traffic_was_there(logged):
+def test_refusals_are_listed_counted_and_logged_and_their_bytes_count(logged):
     clients, grid = connected(client_app(fails=(1, 2)))
     assert listen(clients, grid, "train", [0, 1, 2]) == {0: 0}
     nodes = clients.nodes
@@ -176,7 +177,7 @@ def test_replies_of_others_of_other_rounds_or_sent_twice_are_refused():
     ]
 
 
-def test_whoever_answers_first_replies_are_heard_in_the_order_of_partitions():
+def test_replies_are_read_by_partition_whichever_arrives_first():
     clients, grid = connected()
     everyone = range(CLIENTS)
     requests = clients.request("train", {p: {} for p in everyone}, 1)
@@ -202,7 +203,7 @@ def test_a_reply_is_read_once_those_before_it_are_read_or_refused():
     assert len(clients.refusals) == 1
 
 
-def test_nothing_asked_costs_nothing():
+def test_no_requests_count_as_no_traffic():
     clients, grid = connected()
     assert listen(clients, grid, "train", []) == {}
     assert set(clients.progress.row.values()) == {0}
@@ -217,5 +218,5 @@ def test_expected_errors_stay_out_of_the_log_while_expected(caplog):
             log.error("another error")
             log.warning("a warning: no such query")
         log.error("no such query")
-    said = [record.getMessage() for record in caplog.records]
-    assert said == ["another error", "a warning: no such query", "no such query"]
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ["another error", "a warning: no such query", "no such query"]

@@ -32,9 +32,9 @@ class Lossy(InProcessGrid):
 def test_messages_that_were_not_sent_are_not_waited_for(unsent):
     grid = Lossy(unsent)
     nodes = sorted(grid.get_node_ids())
-    asked = [
+    requests = [
         Message(RecordDict(), dst_node_id=node, message_type="query.identity") for node in nodes
     ]
-    (reply,) = replies(grid, asked, timeout=None)  # waiting for more would not end
+    (reply,) = replies(grid, requests, timeout=None)  # waiting for more would not end
     assert reply.metadata.src_node_id == nodes[2]
     assert grid.looks == 1

@@ -80,8 +80,8 @@ def test_a_personal_head_and_a_shared_adapter_train_above_the_base():
 
 def test_a_node_with_another_base_is_refused_before_the_first_round():
     strategy = FederatedStrategy(DPFedAvg(local=SGD), plan(), seed=1, frozen=task().fingerprint)
-    said = rf"{task(other).fingerprint}.*expected '{task().fingerprint}'.*same base model"
-    with pytest.raises(FederationNotReady, match=said):
+    message = rf"{task(other).fingerprint}.*expected '{task().fingerprint}'.*same base model"
+    with pytest.raises(FederationNotReady, match=message):
         run(strategy, task(other))
     assert strategy.participations.rounds == 0
 

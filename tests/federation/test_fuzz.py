@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as arrays_of
 
 from flower_ext.algorithms import Apple, DPFedAvg, FedALA, FedAMP, FedDyn, Hosted, PFedMe
 from flower_ext.algorithms.uldp import UldpAvg, UldpNaive
-from flower_ext.algorithms.uldp.silo_answers import HISTOGRAM, _read_answer
+from flower_ext.algorithms.uldp.silo_answers import HISTOGRAM, read_silo_answer
 from flower_ext.algorithms.upcycled import Upcycled
 from flower_ext.federation import (
     FederatedStrategy,
@@ -105,8 +105,6 @@ ALL = METHODS | {
 }
 
 
-# Records of anything ------------------------------------------------------------------------------
-
 NAMES = st.sampled_from(["w", "b", HISTOGRAM, "sum", "round", "lost", ""]) | st.text(max_size=3)
 DTYPES = (
     arrays_of.floating_dtypes() | arrays_of.integer_dtypes() | arrays_of.complex_number_dtypes()
@@ -175,7 +173,7 @@ def test_records_of_anything_are_refused_or_are_scores(content):
 @given(CONTENTS)
 def test_records_of_anything_are_refused_or_are_a_histogram(content):
     try:
-        _, counts, key = _read_answer(reply(content), USERS, silos_draw=False)
+        _, counts, key = read_silo_answer(reply(content), USERS, silos_draw=False)
     except RefusedReply:
         return
     assert key == b""
@@ -206,7 +204,7 @@ class Forger(InProcessGrid):
 
 @FUZZ
 @given(CONTENTS | st.none(), st.integers(0, 2))
-def test_an_identity_of_anything_is_no_roster_but_the_right_one(content, copies):
+def test_arbitrary_identities_never_make_a_wrong_roster(content, copies):
     grid = Forger(UldpAvg.client_app(task()), SILOS)
     grid.content, grid.copies = content, copies
     try:
@@ -214,9 +212,6 @@ def test_an_identity_of_anything_is_no_roster_but_the_right_one(content, copies)
     except FederationNotReady:
         return
     assert roster.nodes == {0: 1_000, 1: 1_001, 2: 1_002}
-
-
-# What was well-formed before ----------------------------------------------------------------------
 
 
 @cache
@@ -228,8 +223,8 @@ def round_of(name):
     number, replies = 0, []
     while len(replies) < 2:
         number += 1
-        asked = strategy.configure_train(number, initial(), ConfigRecord(), grid)
-        replies = list(grid.send_and_receive(asked))
+        train_requests = strategy.configure_train(number, initial(), ConfigRecord(), grid)
+        replies = list(grid.send_and_receive(train_requests))
     evaluate = strategy.configure_evaluate(number, initial(), ConfigRecord(), grid)
     return strategy, replies, list(grid.send_and_receive(evaluate))
 
@@ -251,12 +246,12 @@ def held_against(name, kind, what, seed, mutations):
     mutations[what](bad := copied(good), rng)
     if weighting := getattr(getattr(read, "__self__", None), "_summation", None):
         weighting.server._sums.clear()  # one round serves several examples
-    found, refusals = accepted(strategy, phase.requests, [bad], read)
-    assert found == {}
+    accepted_replies, refusals = accepted(strategy, phase.requests, [bad], read)
+    assert accepted_replies == {}
     assert len(refusals) == 1
     assert refusals[0].partition(": ")[2].strip()
-    found, refusals = accepted(strategy, phase.requests, [bad, good, bad], read)
-    assert set(found) == {good.metadata.src_node_id - 1_000}
+    accepted_replies, refusals = accepted(strategy, phase.requests, [bad, good, bad], read)
+    assert set(accepted_replies) == {good.metadata.src_node_id - 1_000}
     assert len(refusals) == 2
 
 
@@ -324,13 +319,10 @@ def test_a_packed_reply_of_anything_costs_the_clients_of_its_node_alone(content)
     grid.only, grid.content = "train", content
     strategy = FederatedStrategy(DPFedAvg(local=FAST), nobody_private())
     virtual = VirtualGrid(grid, CLIENTS // 2)
-    asked = strategy.configure_train(1, initial(), ConfigRecord(), virtual)
-    moved, _ = strategy.aggregate_train(1, virtual.send_and_receive(asked))
+    train_requests = strategy.configure_train(1, initial(), ConfigRecord(), virtual)
+    moved, _ = strategy.aggregate_train(1, virtual.send_and_receive(train_requests))
     assert moved is not None
     assert strategy.run.progress.row["answered"] == CLIENTS // 2
-
-
-# Clients ------------------------------------------------------------------------------------------
 
 
 @cache
@@ -342,10 +334,10 @@ def asked_of(name):
     grid = InProcessGrid(strategy.method.client_app(task(), allow_seeded_noise=allowed), case.nodes)
     questions = []
     for number in (1, 2, 3, 4, 5):
-        asked = strategy.configure_train(number, initial(), ConfigRecord(), grid)
+        train_requests = strategy.configure_train(number, initial(), ConfigRecord(), grid)
         if number < 5:
-            strategy.aggregate_train(number, grid.send_and_receive(asked))
-        questions = asked or questions
+            strategy.aggregate_train(number, grid.send_and_receive(train_requests))
+        questions = train_requests or questions
     return grid, questions[0]
 
 

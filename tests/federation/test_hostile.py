@@ -4,13 +4,9 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
-from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
-from flower_ext.algorithms.uldp import UldpAvg
-from flower_ext.data.users import MOST_USERS, owned
-from flower_ext.errors import InvalidValue
+from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import (
     FederatedStrategy,
     FederationNotReady,
@@ -19,51 +15,25 @@ from flower_ext.federation import (
     VirtualGrid,
     records,
 )
-from flower_ext.federation.claims import summary_of
 from flower_ext.federation.packing import pack
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.replies import read_answer, read_metrics, read_update
 from flower_ext.federation.roster import Roster
-from flower_ext.federation.sums.weighted import LOST, OpenWeightedSum
 from flower_ext.privacy import (
     FullParticipation,
     NonPrivatePlan,
-    OutputPerturbation,
-    PerturbationPlan,
-    RecordLevelPlan,
-    ReleasePlan,
 )
-from flower_ext.privacy.mechanisms.noise import largest_noised_norm
-from flower_ext.training import LocalTraining
-from tests.faults.grid import times
 from tests.faults.malformed import announced, archive, copied
-from tests.support import silos as uldp
-from tests.support.grids import grid as grid_of
+from tests.support.hostile import CLIENTS, FAST, plan
 from tests.support.replies import reply, requests_of, training_message
 from tests.support.worlds import initial, task
 
-CLIENTS = 4
-FAST = LocalTraining(epochs=1, batch_size=10)
 BASE = {"w": np.ones((2, 3), np.float32)}
-
-
-def plan(**changes) -> ReleasePlan:
-    facts = {
-        "sampling": FullParticipation(CLIENTS),
-        "clipping_norm": 0.5,
-        "noise_multiplier": 1.0,
-        "rounds": 3,
-        "delta": 0.1,
-    }
-    return ReleasePlan(**{**facts, **changes})
 
 
 def forged(data: bytes) -> RecordDict:
     array = Array(dtype="float32", shape=(2, 3), stype="numpy.ndarray", data=data)
     return RecordDict({"update": ArrayRecord({"w": array}), "answer": ArrayRecord({"w": array})})
-
-
-# What the server reads ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -116,8 +86,8 @@ def test_one_client_cannot_remove_a_score_of_others_or_add_one():
 def test_a_reason_is_kept_short_whatever_a_client_writes_in_it():
     grid = InProcessGrid(DPFedAvg.client_app(task()), CLIENTS)
     strategy = FederatedStrategy(DPFedAvg(local=FAST), plan())
-    asked = strategy.configure_train(1, initial(), ConfigRecord(), grid)
-    replies = list(grid.send_and_receive(asked))
+    requests = strategy.configure_train(1, initial(), ConfigRecord(), grid)
+    replies = list(grid.send_and_receive(requests))
     replies[0].content["update"] = ArrayRecord({"x" * 10**6: Array(np.ones(1))})
     strategy.aggregate_train(1, replies)
     assert len(strategy.refusals) == 1
@@ -131,16 +101,13 @@ def test_a_clients_text_cannot_steer_a_terminal_or_forge_a_line(error, logged):
     def read(message):
         raise RefusedReply("the answer cannot be read: " + text + "\nround 9/9 · ε 0.1")
 
-    requests = requests_of(asked := training_message())
+    requests = requests_of(question := training_message())
     content = Error(code=100, reason=text) if error else RecordDict()
-    sent = Message(content, reply_to=asked)
+    sent = Message(content, reply_to=question)
     assert not list(requests.accepted([sent], read_metrics if error else read))
     (refusal,) = requests.clients.refusals
     assert refusal.isprintable()
     assert r"\x1b[2J" in refusal  # an operator may still see what came
-
-
-# Who answers what ---------------------------------------------------------------------------------
 
 
 def test_an_old_upload_stays_refused_when_it_claims_the_current_round():
@@ -148,8 +115,8 @@ def test_an_old_upload_stays_refused_when_it_claims_the_current_round():
     strategy = FederatedStrategy(DPFedAvg(local=FAST), plan())
     kept = list(grid.send_and_receive(strategy.configure_train(1, initial(), ConfigRecord(), grid)))
     strategy.aggregate_train(1, kept)
-    asked = strategy.configure_train(2, initial(), ConfigRecord(), grid)
-    fresh = list(grid.send_and_receive(asked))
+    requests = strategy.configure_train(2, initial(), ConfigRecord(), grid)
+    fresh = list(grid.send_and_receive(requests))
     for old in kept:
         old.metadata.__dict__["_group_id"] = "2"
     strategy.aggregate_train(2, [*kept, *fresh])
@@ -163,8 +130,8 @@ def test_an_upload_is_no_answer_to_an_evaluation_of_the_same_round():
     strategy = FederatedStrategy(
         DPFedAvg(local=FAST), NonPrivatePlan(sampling=FullParticipation(CLIENTS))
     )
-    asked = strategy.configure_train(1, initial(), ConfigRecord(), grid)
-    uploads = list(grid.send_and_receive(asked))
+    requests = strategy.configure_train(1, initial(), ConfigRecord(), grid)
+    uploads = list(grid.send_and_receive(requests))
     strategy.configure_evaluate(1, initial(), ConfigRecord(), grid)
     assert uploads[0].content.metric_records  # metrics with sizes, as scores have them
     assert strategy.aggregate_evaluate(1, uploads) is None
@@ -181,7 +148,9 @@ class Identities(InProcessGrid):
         return self.change([copied(r) for r in super().send_and_receive(messages)])
 
 
-def said(value):
+def naming_partition(value):
+    """Return a change after which client 0 names ``value`` as its partition."""
+
     def change(replies):
         replies[0].content["identity"] = ConfigRecord({"partition": value})
         return replies
@@ -189,12 +158,21 @@ def said(value):
     return change
 
 
-def nothing_said(replies):
+def naming_nothing(replies):
     replies[0].__dict__["_content"] = RecordDict()
     return replies
 
 
-@pytest.mark.parametrize("change", [said(True), said(-1), said("1"), said(1.0), nothing_said])
+@pytest.mark.parametrize(
+    "change",
+    [
+        naming_partition(True),
+        naming_partition(-1),
+        naming_partition("1"),
+        naming_partition(1.0),
+        naming_nothing,
+    ],
+)
 def test_a_node_that_does_not_say_its_partition_is_named(change):
     with pytest.raises(FederationNotReady, match="node 1000 says it holds partition"):
         Roster.connect(Identities(change), CLIENTS, timeout=1.0)
@@ -263,208 +241,13 @@ def test_a_message_to_several_clients_names_its_receivers_once_and_correctly(fac
     grid = InProcessGrid(DPFedAvg.client_app(task()), 2)
     virtual = VirtualGrid(grid, 2)
     strategy = FederatedStrategy(DPFedAvg(local=FAST), plan())
-    asked = strategy.configure_train(1, initial(), ConfigRecord(), virtual)
-    packed = pack(asked[:2], 1_000, [0, 1], clients_per_node=2)
-    told = packed.content.config_records["packed"]
+    requests = strategy.configure_train(1, initial(), ConfigRecord(), virtual)
+    packed = pack(requests[:2], 1_000, [0, 1], clients_per_node=2)
+    told_facts = packed.content.config_records["packed"]
     for name, value in facts.items():
-        told[name] = value
+        told_facts[name] = value
     (answer,) = grid.send_and_receive([packed])
     if not answer.has_error():  # the node answers with an error for each client
         codes = answer.content.config_records["packed"]["error-code"]
         assert codes == [] or all(codes)
     assert dict(grid.contexts[1_000].state) == {}
-
-
-# Uploads of improbable size -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("bound", "numbers"),
-    grid_of([(1.0, 1), (0.5, 200), (30.0, 50), (0.0, 10)], lambda case: case[1] < 200),
-)
-def test_honest_noise_stays_within_its_largest_norm_and_near_it(bound, numbers):
-    limit = largest_noised_norm(bound, 0.3, numbers)
-    noise = 0.3 * np.random.default_rng(0).standard_normal((100_000, numbers))
-    noise[:, 0] += bound
-    largest = np.linalg.norm(noise, axis=1).max()
-    assert largest < limit < largest + 5 * 0.3
-
-
-PLANS = {
-    "client level": plan(),
-    "models": RecordLevelPlan(
-        sampling=FullParticipation(CLIENTS),
-        clipping_norm=2.0,
-        noise_stddev=0.1,
-        num_examples=30,
-        rounds=3,
-        delta=0.1,
-    ),
-    "output": PerturbationPlan(
-        sampling=FullParticipation(CLIENTS),
-        perturbation=OutputPerturbation(clipping_norm=2.0, noise_stddev=0.1),
-        delta=0.1,
-    ),
-}
-
-
-@pytest.mark.parametrize("protection", PLANS)
-@pytest.mark.parametrize(("factor", "refused"), [(1.0, 0), (100.0, 1)])
-def test_an_upload_that_bound_and_noise_do_not_explain_is_refused(protection, factor, refused):
-    grid = InProcessGrid(DPFedAvg.client_app(task()), CLIENTS)
-    strategy = FederatedStrategy(DPFedAvg(local=FAST), PLANS[protection])
-    replies = list(
-        grid.send_and_receive(strategy.configure_train(1, initial(), ConfigRecord(), grid))
-    )
-    times(factor)(replies[0], np.random.default_rng(0))
-    strategy.aggregate_train(1, replies)
-    assert strategy.run.progress.row["answered"] == CLIENTS - refused
-    assert all("honest upload" in refusal for refusal in strategy.refusals)
-    assert len(strategy.refusals) == refused
-
-
-def test_a_server_that_noises_clips_whatever_comes():
-    grid = InProcessGrid(DPFedAvg.client_app(task()), CLIENTS)
-    strategy = FederatedStrategy(DPFedAvg(local=FAST), plan(noise_placement="server"))
-    replies = list(
-        grid.send_and_receive(strategy.configure_train(1, initial(), ConfigRecord(), grid))
-    )
-    times(1e6)(replies[0], np.random.default_rng(0))
-    strategy.aggregate_train(1, replies)
-    assert strategy.refusals == []
-    asked = strategy.run.mechanism.protection(summary_of(strategy.run), 4)
-    assert asked.largest_upload(9) == math.inf
-
-
-@pytest.mark.parametrize("weighting", ["equal", "by-records"])
-def test_a_silos_sum_may_be_as_large_as_its_users_weigh(weighting):
-    strategy = FederatedStrategy(UldpAvg(num_silos=3, weighting=weighting, local=FAST), uldp.plan())
-    grid = InProcessGrid(UldpAvg.client_app(uldp.task()), 3)
-    strategy.configure_train(1, ArrayRecord(uldp.task().initial_params(0)), ConfigRecord(), grid)
-    norms = [strategy.newest_round.cohort.norms[silo] for silo in range(3)]
-    present = {int(user) for silo in uldp.silos() for user in silo.owners}
-    users = uldp.USERS if weighting == "equal" else len(present)
-    assert sum(norms) == pytest.approx(users)
-    assert min(norms) > 0.5
-
-
-# What a client is asked ---------------------------------------------------------------------------
-
-
-def answer_to(facts: dict, *, strategy=None, node_config=None, **changes):
-    """Return a client's reply to changed facts of the server; ``None`` removes a fact."""
-    strategy = strategy or FederatedStrategy(DPFedAvg(local=FAST), plan())
-    grid = InProcessGrid(strategy.method.client_app(task()), CLIENTS)
-    for context in grid.contexts.values():
-        context.node_config |= node_config or {}
-    question = strategy.configure_train(1, initial(), ConfigRecord(), grid)[0]
-    told = question.content.config_records[records.ROUND]
-    for name, value in facts.items():
-        if value is None:
-            del told[name]
-        else:
-            told[name] = value
-    (answer,) = grid.send_and_receive([question])
-    return answer
-
-
-@pytest.mark.parametrize(
-    "facts",
-    [
-        {"noise-stddev": 0.0},
-        {"noise-stddev": math.nan},
-        {"noise-stddev": 1e-300},  # would vanish in the update
-        {"clipping-norm": -1.0},
-        {"clipping-norm": math.inf},
-        {"noise-stddev": None},
-        {"clipping-norm": None},  # bounds nothing, so the update would leave unchanged
-        {"protection": None},
-        {"protection": "another"},
-        {"protection": "OutputPerturbation"},  # this plan has updates on a grid
-        # Claims that every step was noised, although no step was asked to be.
-        {"protection": "ClipSteps", "gradient-clipping-norm": 1.0},
-        {"protection": "ProtectedByServer"},
-        {"protection": "ObjectivePerturbation", "rate": 1.0},
-        {"seeded-noise": True},
-        {"seeded-noise": None},
-        {"seeded-noise": "no"},
-        {"number": 0},
-        {"seed": -1},
-        {"remembered": -1},
-        {"remembered": 1.5},
-        {"remembered": True},
-        {"run": 7},
-        {"noise": 1.0},
-    ],
-)
-def test_half_a_protection_is_none_and_nothing_leaves(facts):
-    assert answer_to(facts).has_error()
-    assert not answer_to({}).has_error()
-
-
-@pytest.mark.parametrize(
-    ("changes", "least", "takes_part"),
-    [
-        ({}, 0.4, True),  # σ/√cohort = 1/2
-        ({}, 0.6, False),
-        ({"noise_placement": "server"}, 0.1, False),
-        ({"noise_placement": "server"}, 0, True),
-    ],
-)
-def test_the_owner_of_a_node_sets_the_least_noise(changes, least, takes_part):
-    strategy = FederatedStrategy(DPFedAvg(local=FAST), plan(**changes))
-    answer = answer_to({}, strategy=strategy, node_config={"least-noise-multiplier": least})
-    assert answer.has_error() is not takes_part
-    if not takes_part:
-        assert "least-noise-multiplier" in answer.error.reason
-
-
-def test_an_absurd_cohort_leaves_a_share_of_noise_that_the_owner_refuses():
-    tiny = plan().mechanism().client_noise_stddev(10**12)
-    config = {"least-noise-multiplier": 0.01}
-    assert answer_to({"noise-stddev": tiny}, node_config=config).has_error()
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
-def test_a_model_that_trains_to_nonsense_is_not_remembered(value):
-    strategy = FederatedStrategy(
-        DPDitto(local=FAST, personal_training=FAST),
-        NonPrivatePlan(sampling=FullParticipation(CLIENTS)),
-    )
-    grid = InProcessGrid(DPDitto.client_app(task()), CLIENTS)
-    grid.send_and_receive(strategy.configure_train(1, initial(), ConfigRecord(), grid))
-    before = {node: dict(context.state) for node, context in grid.contexts.items()}
-    assert all(before.values())
-    wrong = {name: torch.full_like(p, value) for name, p in task().initial_params(0).items()}
-    asked = strategy.configure_train(2, initial(), ConfigRecord(), grid)
-    for question in asked:
-        question.content[records.MODEL] = ArrayRecord(wrong)
-    assert all(answer.has_error() for answer in grid.send_and_receive(asked))
-    for node, context in grid.contexts.items():
-        assert all(context.state[key] is kept for key, kept in before[node].items())
-
-
-def test_a_server_that_begins_to_share_the_head_does_not_get_it():
-    grid = InProcessGrid(DP2FedSAM.client_app(task()), CLIENTS)
-    honest = FederatedStrategy(DP2FedSAM(head=FAST, extractor=FAST), plan())
-    grid.send_and_receive(honest.configure_train(1, initial(), ConfigRecord(), grid))
-    curious = FederatedStrategy(DP2FedSAM(personal=("nothing",), head=FAST, extractor=FAST), plan())
-    asked = curious.configure_train(2, initial(), ConfigRecord(), grid)
-    assert "head.weight" in asked[0].content.array_records[records.MODEL]
-    replies = list(grid.send_and_receive(asked))
-    assert all(
-        "lack the personal parameters of earlier rounds" in reply.error.reason for reply in replies
-    )
-
-
-def test_silos_make_no_room_for_more_users_than_there_can_be():
-    with pytest.raises(ValueError, match=f"1 … {MOST_USERS}"):
-        owned(uldp.silo(0), MOST_USERS + 1)
-
-
-@pytest.mark.parametrize("data", [np.zeros(3, np.uint8), np.ones(1, np.uint8), np.zeros(1)])
-def test_lost_keys_are_reported_in_one_form_only(data):
-    content = RecordDict({"update": records.to_record({LOST: data})})
-    opened = object.__new__(OpenWeightedSum)
-    with pytest.raises(InvalidValue, match="lost"):
-        opened.read(reply(content))

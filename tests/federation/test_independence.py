@@ -142,8 +142,8 @@ def uploads(make, model, odd, *, present=True, engine=InProcessGrid):
     """Return each client's upload in one round in which client 0 is odd or absent."""
 
     def data(client):
-        own = client_data if isinstance(make().run.plan, RecordLevelPlan) else uneven
-        return odd(client) if client == 0 else own(client)
+        client_examples = client_data if isinstance(make().run.plan, RecordLevelPlan) else uneven
+        return odd(client) if client == 0 else client_examples(client)
 
     strategy = make(seed=2, seeded_noise=True, evaluate_every=0)
     task = Task(model=model, data=data, device="cpu")
@@ -151,10 +151,10 @@ def uploads(make, model, odd, *, present=True, engine=InProcessGrid):
     grid = engine(app)
     strategy.run.progress.begin()
     initial = ArrayRecord(task.initial_params(2))
-    asked = list(strategy.configure_train(1, initial, ConfigRecord(), grid))
+    requests = list(strategy.configure_train(1, initial, ConfigRecord(), grid))
     partitions = {node: partition for partition, node in strategy.run.clients.nodes.items()}
-    asked = [m for m in asked if present or partitions[m.metadata.dst_node_id] != 0]
-    replies = grid.send_and_receive(asked)
+    requests = [m for m in requests if present or partitions[m.metadata.dst_node_id] != 0]
+    replies = grid.send_and_receive(requests)
     return {
         partitions[reply.metadata.src_node_id]: None
         if reply.has_error()
@@ -184,6 +184,7 @@ def one_by_one(app):
 
 
 def same_but_for_client_0(ours, theirs):
+    """Assert that all uploads but client 0's are equal bit for bit."""
     assert ours.keys() | {0} == theirs.keys() | {0} == set(range(CLIENTS))
     for client in range(1, CLIENTS):
         assert ours[client].keys() == theirs[client].keys()
@@ -226,13 +227,13 @@ def test_a_models_draws_in_a_methods_solver_depend_on_no_other_client(method):
         arrays = ArrayRecord(task.initial_params(2))
         first = list(strategy.configure_train(1, arrays, ConfigRecord(), grid))
         arrays, _ = strategy.aggregate_train(1, grid.send_and_receive(first))
-        asked = list(strategy.configure_train(2, arrays, ConfigRecord(), grid))
+        requests = list(strategy.configure_train(2, arrays, ConfigRecord(), grid))
         partitions = {node: partition for partition, node in strategy.run.clients.nodes.items()}
-        asked = [m for m in asked if present or partitions[m.metadata.dst_node_id] != 0]
+        requests = [m for m in requests if present or partitions[m.metadata.dst_node_id] != 0]
         torch.manual_seed(present)
         return {
             partitions[reply.metadata.src_node_id]: records.to_arrays(reply.content[records.UPDATE])
-            for reply in grid.send_and_receive(asked)
+            for reply in grid.send_and_receive(requests)
         }
 
     same_but_for_client_0(second_round(present=True), second_round(present=False))
@@ -292,14 +293,14 @@ def test_no_error_reveals_a_record_in_replies_refusals_or_files(odd, engine, tmp
     strategy.start(grid, ArrayRecord(task.initial_params(2)), num_rounds=2)
     run.finish("failed", "; ".join(strategy.refusals))
     write_report(run)
-    told = {reply.error.reason for reply in replies if reply.has_error()}
+    reasons = {reply.error.reason for reply in replies if reply.has_error()}
     if odd is of_another_size:
-        (told,) = told
-        assert "num_examples=30" in told
-        assert " 5 " not in told
+        (reasons,) = reasons
+        assert "num_examples=30" in reasons
+        assert " 5 " not in reasons
     else:  # a record that makes training raise leaves its client's model unchanged
-        assert told == (set() if odd is mislabelled else {REASON_WITHHELD})
-    assert len(strategy.refusals) >= 2 * bool(told)
+        assert reasons == (set() if odd is mislabelled else {REASON_WITHHELD})
+    assert len(strategy.refusals) >= 2 * bool(reasons)
     files = [path for path in run.path.rglob("*") if path.is_file()]
     for text in (*strategy.refusals, *(path.read_text(errors="replace") for path in files)):
         assert "Smith" not in text
@@ -343,27 +344,31 @@ def with_wrong_features(test):
 def test_one_clients_error_changes_no_bit_of_another_clients_scores(odd):
     def scores(odd):
         def data(client):
-            own = client_data(client)
-            return replace(own, test=odd(own.test)) if client == 0 else own
+            client_examples = client_data(client)
+            return (
+                replace(client_examples, test=odd(client_examples.test))
+                if client == 0
+                else client_examples
+            )
 
         strategy = FederatedStrategy(DPFedAvg(), release_plan("client"), seed=2)
         task = Task(model=Picky, data=data, device="cpu")
         grid = in_process(DPFedAvg.client_app(task))
         strategy.run.progress.begin()
         initial = ArrayRecord(task.initial_params(2))
-        asked = strategy.configure_evaluate(1, initial, ConfigRecord(), grid)
+        requests = strategy.configure_evaluate(1, initial, ConfigRecord(), grid)
         return {
             reply.metadata.src_node_id: None
             if reply.has_error()
             else dict(reply.content[records.METRICS])
-            for reply in grid.send_and_receive(asked)
+            for reply in grid.send_and_receive(requests)
         }
 
-    usual, found = scores(lambda test: test), scores(odd)
+    usual, changed = scores(lambda test: test), scores(odd)
     first = min(usual)
-    failed, sound = found.pop(first), usual.pop(first)
+    failed, sound = changed.pop(first), usual.pop(first)
     if odd is with_wrong_targets:  # the loss alone fails, and only the loss is missing
         assert sound.keys() - failed.keys() == {"loss"}
     else:
         assert failed is None
-    assert found == usual
+    assert changed == usual

@@ -20,6 +20,7 @@ MODEL_BYTES = sum(len(array.data) for array in initial().values())
 
 
 def released(placement: str) -> ReleasePlan:
+    """Return a plan whose noise is added in one place."""
     return ReleasePlan(
         sampling=SAMPLING,
         clipping_norm=0.5,
@@ -68,6 +69,7 @@ class Watching(InProcessGrid):
 
 
 def played(strategy, memory_limit):
+    """Run a strategy within a limit of memory; return the last model and the grid."""
     app = client_app(strategy.method.client, task=task(), allow_seeded_noise=True)
     grid = Watching(app, num_clients=CLIENTS, memory_limit=memory_limit)
     grid.start()
@@ -93,7 +95,7 @@ def test_part_of_a_cohort_runs_once_the_previous_part_is_forgotten(strategy):
         lambda: FederatedStrategy(Scaffold(local=SGD), NonPrivatePlan(sampling=SAMPLING), seed=1),
     ],
 )
-def test_a_method_that_needs_each_update_gets_it_whatever_the_parts(strategy):
+def test_a_method_that_needs_each_update_gets_it_in_any_parts(strategy):
     whole, _ = played(strategy(), 2**30)
     parted, _ = played(strategy(), MODEL_BYTES)
     for name, array in whole.items():

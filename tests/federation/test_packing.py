@@ -43,12 +43,12 @@ def remember(messages, contexts):
 
 
 def test_each_client_gets_its_request_place_and_state_and_returns_its_reply():
-    asked, context = requests("one", "fail", "three"), node()
-    message = pack(asked, 7, [3, 1, 0], PER_NODE)
+    requests_of_round, context = requests("one", "fail", "three"), node()
+    message = pack(requests_of_round, 7, [3, 1, 0], PER_NODE)
     assert is_packed(message.metadata.message_type)
-    assert not is_packed(asked[0].metadata.message_type)
+    assert not is_packed(requests_of_round[0].metadata.message_type)
     assert sum(record is SHARED for record in message.content.values()) == 1
-    first, failed, third = unpack(answer_packed(message, context, remember), asked)
+    first, failed, third = unpack(answer_packed(message, context, remember), requests_of_round)
     assert failed.error.reason == "failed"
     for reply, partition in ((first, 2 * PER_NODE + 3), (third, 2 * PER_NODE)):
         place = {"partition-id": partition, "num-partitions": 5 * PER_NODE, "type": "query.a"}
@@ -62,16 +62,16 @@ def test_each_client_gets_its_request_place_and_state_and_returns_its_reply():
     [([0, 0], "query"), ([0, 4], "query"), ([-1, 0], "query"), ([0, 1], "query.packed")],
 )
 def test_a_request_that_no_client_could_get_alone_is_refused(slots, kind):
-    asked, context = requests("one", "two"), node()
-    asked[1].metadata.message_type = kind
-    message = pack(asked, 7, slots, PER_NODE)
+    requests_of_round, context = requests("one", "two"), node()
+    requests_of_round[1].metadata.message_type = kind
+    message = pack(requests_of_round, 7, slots, PER_NODE)
     with pytest.raises(InvalidValue, match="a packed message"):
         answer_packed(message, context, remember)
     assert list(context.state) == ["0/seen"]
 
 
 def test_an_error_of_the_node_is_an_error_of_each_client():
-    asked = requests("one", "two")
-    message = pack(asked, 7, [0, 1], PER_NODE)
-    replies = unpack(Message(Error(code=9, reason="down"), reply_to=message), asked)
+    requests_of_round = requests("one", "two")
+    message = pack(requests_of_round, 7, [0, 1], PER_NODE)
+    replies = unpack(Message(Error(code=9, reason="down"), reply_to=message), requests_of_round)
     assert [reply.error.code for reply in replies] == [9, 9]

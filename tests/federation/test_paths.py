@@ -192,10 +192,12 @@ def lengths(size):
 
 
 def sent_task(size, dtype=torch.float32, records_of=lambda client: 1):
+    """Return a task whose clients' data determine the update that they send."""
+
     def data(client):
         features = torch.full((records_of(client), 9), lengths(size)[client], dtype=dtype)
-        own = Examples(features, torch.zeros(len(features), dtype=torch.int64))
-        return ClientData(train=own, test=own)
+        examples = Examples(features, torch.zeros(len(features), dtype=torch.int64))
+        return ClientData(train=examples, test=examples)
 
     return Task(model=lambda: Parts().to(dtype), data=data, device="cpu")
 
@@ -223,8 +225,8 @@ def sent(
 ):
     """Run one round of `Sent`, or of a ClientApp from elsewhere."""
     kind = torch.float64 if dtype == np.float64 else torch.float32
-    own = app(size) if app else method.client_app(sent_task(size, kind, records_of))
-    clients = grid(own, CLIENTS, **options)
+    loop_task = app(size) if app else method.client_app(sent_task(size, kind, records_of))
+    clients = grid(loop_task, CLIENTS, **options)
     initial = {name: np.zeros(shape, dtype) for name, shape in SHAPES.items()}
     strategy = strategy_of(method, plan=plan, evaluate_every=0, timeout=5.0)
     try:
@@ -285,8 +287,8 @@ def linear(size, strategy, factor, *, silos=0, norm=NORM):
         )
 
     def client(number):
-        own = Examples(x if number == 0 else 0 * x, torch.ones(1))
-        return ClientData(train=own, test=own)
+        examples = Examples(x if number == 0 else 0 * x, torch.ones(1))
+        return ClientData(train=examples, test=examples)
 
     task = Task(
         model=lambda: nn.Linear(16, 1, bias=False),
@@ -358,9 +360,9 @@ def scores(size):
     plan = release_plan(noise_multiplier=1.0, queries=(shown,), **SECURE)
 
     def data(client):
-        told = 0.5 + 0.5 * size * (client == LAST)
-        own = Examples(torch.zeros(1, 16), torch.tensor([told]))
-        return ClientData(train=own, test=own)
+        score = 0.5 + 0.5 * size * (client == LAST)
+        examples = Examples(torch.zeros(1, 16), torch.tensor([score]))
+        return ClientData(train=examples, test=examples)
 
     task = Task(
         model=lambda: nn.Linear(16, 1, bias=False),
@@ -372,9 +374,9 @@ def scores(size):
     strategy = FederatedStrategy(DPFedAvg(local=ONE_STEP), plan, evaluate_every=1)
     grid = InProcessGrid(DPFedAvg.client_app(task), CLIENTS)
     initial = ArrayRecord({"weight": torch.zeros(1, 16)})
-    told = strategy.start(grid, initial, num_rounds=1).evaluate_metrics_clientapp[1]
-    assert told["scored_clients"] == pytest.approx(CLIENTS, abs=8 * NOISE * shown.norm)
-    return {"score": 2 * told["scored_clients"] * (told["accuracy_mean"] - 0.5)}
+    score = strategy.start(grid, initial, num_rounds=1).evaluate_metrics_clientapp[1]
+    assert score["scored_clients"] == pytest.approx(CLIENTS, abs=8 * NOISE * shown.norm)
+    return {"score": 2 * score["scored_clients"] * (score["accuracy_mean"] - 0.5)}
 
 
 ADDED, CLIPPED = (RunningSum, "add"), (bounds.ClippedSum, "add")
@@ -607,27 +609,27 @@ def classes():
     for module in pkgutil.walk_packages(flower_ext.__path__, f"{flower_ext.__name__}."):
         if module.name.split(".")[1] in CARRIERS:
             import_module(module.name)
-    found = set()
+    kinds_found = set()
     waiting = [Protection, RoundMechanism, bounds.BoundedSum, RunningSum, Grid, Summation]
     while waiting:
         kind = waiting.pop()
         waiting += kind.__subclasses__()
         own = kind.__module__.startswith(tuple(f"{flower_ext.__name__}.{one}." for one in CARRIERS))
         if own and kind.__name__[0] != "_" and not inspect.isabstract(kind):
-            found.add(kind.__name__)
-    return found - {Protection.__name__}
+            kinds_found.add(kind.__name__)
+    return kinds_found - {Protection.__name__}
 
 
 def functions(module):
     """Return the public functions of a module."""
-    found = inspect.getmembers(module, inspect.isfunction)
-    return {name for name, one in found if one.__module__ == module.__name__ and name[0] != "_"}
+    members = inspect.getmembers(module, inspect.isfunction)
+    return {name for name, one in members if one.__module__ == module.__name__ and name[0] != "_"}
 
 
 def test_whatever_bounds_adds_or_carries_an_update_is_on_a_path():
     places = [place for path in PATHS.values() for place in (*path.through, *path.around)]
     named = {name for _, name in places}
     named |= {owner.__name__ for owner, _ in places if inspect.isclass(owner)}
-    there = classes() | functions(bounds) | functions(quantization)
-    assert there - named - NOT_HERE.keys() == set()
-    assert NOT_HERE.keys() - there == set()
+    members = classes() | functions(bounds) | functions(quantization)
+    assert members - named - NOT_HERE.keys() == set()
+    assert NOT_HERE.keys() - members == set()

@@ -22,8 +22,8 @@ def hidden_users(sampling=SOME, *, drawn_by_server=True):
 def counted(record, *rounds):
     """Return the counts after ``rounds``, each a triple (units, answered, asked)."""
     expected = Participations()
-    for units, answered, asked in rounds:
-        expected.record(units, answered, requests=asked)
+    for units, answered, invited in rounds:
+        expected.record(units, answered, requests=invited)
     return record.to_dict() == expected.to_dict()
 
 

@@ -38,8 +38,8 @@ def test_of_many_refusals_the_log_quotes_three_and_counts_the_others(logged):
     refusals = [f"round 1, node {node}: 'w' holds values above 1e+15" for node in range(50)]
     progress.count_replies("train", 0, 0, refusals)
     quoted = [f"refused reply: {refusal}" for refusal in refusals[:3]]
-    said = "and 47 more were refused (strategy.refusals has the reasons)"
-    assert lines(logged) == [*quoted, said]
+    last_line = "and 47 more were refused (strategy.refusals has the reasons)"
+    assert lines(logged) == [*quoted, last_line]
 
 
 def test_clients_count_alike_in_scores_and_by_examples_in_pooled_scores():

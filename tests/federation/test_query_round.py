@@ -152,13 +152,15 @@ def test_a_client_says_why_a_query_failed_and_a_simulation_says_so(failing, logg
     monkeypatch.setattr(failures, "hidden_errors", Counter())
     strategy = asking(WrongSize(noise_multiplier=0.002, failing=failing))
     run(strategy, kinds=(WrongSize,))
-    own = [record for record in logged.records if "adds zeros to the sum" in record.getMessage()]
-    assert len(own) == failing
-    assert "query labels failed (InvalidValue)" in own[0].getMessage()
-    assert sum(record.exc_info is not None for record in own) == 1  # `log_once`
+    warnings = [
+        record for record in logged.records if "adds zeros to the sum" in record.getMessage()
+    ]
+    assert len(warnings) == failing
+    assert "query labels failed (InvalidValue)" in warnings[0].getMessage()
+    assert sum(record.exc_info is not None for record in warnings) == 1  # `log_once`
     assert (
         "has shape (6,), or holds NaN or infinite values: expected finite numbers of shape (4,)"
-        in str(own[0].exc_info[1])
+        in str(warnings[0].exc_info[1])
     )
     errors = [record.getMessage() for record in logged.records if record.levelname == "ERROR"]
     if failing < CLIENTS:

@@ -149,12 +149,12 @@ def spoiled(how):
     """Return the tests' data; client 1 has a record that makes training raise or diverge."""
 
     def data(client):
-        own = client_data(client)
+        client_examples = client_data(client)
         if client == 1 and how == "raises":
-            own.train.targets[3] = 99
+            client_examples.train.targets[3] = 99
         elif client == 1:
-            own.train.features[3] = math.inf
-        return own
+            client_examples.train.features[3] = math.inf
+        return client_examples
 
     return Task(model=Net, data=data, device="cpu")
 
@@ -249,7 +249,7 @@ def test_noise_in_local_steps_is_refused_where_it_would_not_be_enough(method):
 
 @pytest.mark.parametrize("method", [DPDitto, DPFedAvg])
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"learning_rate": 0.2}, r"local\.learning_rate=0\.2: expected 0\.1"),
         ({"batch_size": 15}, r"local\.batch_size=15: expected 10"),
@@ -258,9 +258,9 @@ def test_noise_in_local_steps_is_refused_where_it_would_not_be_enough(method):
         ({"sam_radius": 0.1}, r"local\.sam_radius=0\.1: expected 0\.0"),
     ],
 )
-def test_other_steps_than_the_plans_are_refused(method, change, said):
+def test_other_steps_than_the_plans_are_refused(method, change, message):
     training = LocalTraining(**{**vars(FAST), **change})
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         run(strategy_of(method, plan=plan(steps=STEPS), local=training))
 
 
@@ -305,7 +305,7 @@ def test_methods_whose_server_needs_single_models_take_no_release_plan(method):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (
             lambda p: FederatedStrategy(DPDitto(global_weight=2.1), p),
@@ -346,8 +346,8 @@ def test_methods_whose_server_needs_single_models_take_no_release_plan(method):
         (lambda p: FederatedStrategy(FedALA(first_passes=0), p), "first_passes=0"),
     ],
 )
-def test_bad_settings_are_refused_by_name(make, said):
-    with pytest.raises(ValueError, match=said):
+def test_bad_settings_are_refused_by_name(make, message):
+    with pytest.raises(ValueError, match=message):
         make(plan())
 
 
@@ -355,13 +355,10 @@ def test_bad_settings_are_refused_by_name(make, said):
 def test_adaptive_modules_the_model_lacks_end_the_run_at_once(adaptive):
     grid = Recorder(FedALA.client_app(task()), num_clients=CLIENTS)
     strategy = FederatedStrategy(FedALA(adaptive=adaptive, local=FAST), plan())
-    said = rf"adaptive='{adaptive[-1]}' names no parameter .* \['extractor', 'head'\]"
-    with pytest.raises(ValueError, match=said):
+    message = rf"adaptive='{adaptive[-1]}' names no parameter .* \['extractor', 'head'\]"
+    with pytest.raises(ValueError, match=message):
         strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=3)
     assert grid.sent == []
-
-
-# Messages to one client ---------------------------------------------------------------------------
 
 
 def test_bytes_are_those_of_what_each_method_sends():
@@ -391,12 +388,12 @@ def test_each_client_gets_its_cloud_model_and_all_others_core_models():
         FederatedStrategy(Apple(local=FAST), NonPrivatePlan(sampling=SAMPLING), evaluate_every=0)
     )
     last = [m for m in grid.sent if m.metadata.message_type.startswith("train")][-CLIENTS:]
-    for own, message in enumerate(last):
-        expected = {records.MODEL} | {f"core.{j}" for j in range(CLIENTS) if j != own}
+    for client, message in enumerate(last):
+        expected = {records.MODEL} | {f"core.{j}" for j in range(CLIENTS) if j != client}
         assert set(message.content.array_records) == expected
-        other = numbers(last[(own + 1) % CLIENTS])
+        other = numbers(last[(client + 1) % CLIENTS])
         assert np.array_equal(
-            numbers(message)[records.MODEL, "head.bias"], other[f"core.{own}", "head.bias"]
+            numbers(message)[records.MODEL, "head.bias"], other[f"core.{client}", "head.bias"]
         )
 
 

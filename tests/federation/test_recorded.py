@@ -47,15 +47,15 @@ def test_the_directory_holds_all_that_an_app_of_ours_leaves(tmp_path, capsys, ca
         np.testing.assert_array_equal(array, result.arrays[name].numpy())
     for name in ("report.html", "report.md", "use.json", "checkpoints/3.checkpoint"):
         assert (run.path / name).is_file()
-    told = capsys.readouterr().out.splitlines()
-    assert told == [f"Report: {run.path / 'report.html'}"]
-    said = [record.getMessage() for record in caplog.records]
-    assert said[0] == f"Run directory: {run.path}"
-    assert len(said) <= 6  # one line per round, and three more
+    output = capsys.readouterr().out.splitlines()
+    assert output == [f"Report: {run.path / 'report.html'}"]
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[0] == f"Run directory: {run.path}"
+    assert len(messages) <= 6  # one line per round, and three more
     assert (run.path / "report.md").read_text().startswith("# DPFedAvg\n")
 
 
-def test_what_makes_the_run_is_in_its_record(tmp_path):
+def test_the_record_holds_the_settings_that_identify_the_run(tmp_path):
     run, *_ = play(tmp_path / "run", rounds=1, wrap=lambda base: Upcycled(base, 0.25))
     assert run.config["method"] == "Upcycled-DPFedAvg"
     assert (run.config["clipping-norm"], run.config["noise-multiplier"]) == (0.5, 3.0)
@@ -248,13 +248,13 @@ def test_a_budget_ends_the_run_and_another_start_does_not_spend_more(tmp_path):
 
 
 def test_a_strategy_is_recorded_once(tmp_path):
-    own = RunWriter.create(tmp_path / "own", config={})
+    another_directory = RunWriter.create(tmp_path / "own", config={})
     grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=CLIENTS)
     initial = ArrayRecord(task().initial_params(0))
     with pytest.raises(InvalidValue, match="already writes to this directory"):
-        recorded(FederatedStrategy(DPFedAvg(), plan(), directory=own), tmp_path / "run").start(
-            grid, initial
-        )
+        recorded(
+            FederatedStrategy(DPFedAvg(), plan(), directory=another_directory), tmp_path / "run"
+        ).start(grid, initial)
     strategy = FederatedStrategy(DPFedAvg(), plan(), timeout=5.0)
     strategy.start(grid, initial, num_rounds=1)
     with pytest.raises(InvalidValue, match="has not run yet; create a new one"):

@@ -1,3 +1,5 @@
+"""Arrays and metrics in messages are read exactly, or refused with the reason."""
+
 import numpy as np
 import pytest
 import torch

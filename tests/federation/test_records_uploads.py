@@ -35,7 +35,7 @@ MODEL = {name: value.numpy() for name, value in task().initial_params(0).items()
 METRICS = {"num-examples": 3.0, "update-norm": 0.5}
 
 
-def told(work):
+def named_update(work):
     """Send an update that the client's data name, whatever it is."""
     scale = work.data.train.features[0, 0]
     shapes = work.received.items()
@@ -47,7 +47,10 @@ class Told(Method):
     """Adds up what clients say."""
 
     client = ClientMethod(
-        name="told", local_update=told, local_model=lambda work: work.received, memory=Memory.NONE
+        name="named_update",
+        local_update=named_update,
+        local_model=lambda work: work.received,
+        memory=Memory.NONE,
     )
 
     @property
@@ -69,8 +72,8 @@ def result(plan, values, *, workers, **grid):
     """The model after two rounds of clients that send ``values``, and the refusals."""
 
     def data(client):
-        own = Examples(torch.full((3, 6), values[client]), torch.zeros(3, dtype=torch.int64))
-        return ClientData(train=own, test=own)
+        examples = Examples(torch.full((3, 6), values[client]), torch.zeros(3, dtype=torch.int64))
+        return ClientData(train=examples, test=examples)
 
     strategy = FederatedStrategy(
         Told(), plan, seed=1, seeded_noise=plan.delta is not None, evaluate_every=0
@@ -127,13 +130,13 @@ def test_a_sums_bits_do_not_depend_on_the_cohorts_part_size():
         assert all(parted[name].tobytes() == array.tobytes() for name, array in whole.items())
 
 
-def test_what_came_from_another_process_can_be_read_after_its_next_messages():
+def test_replies_of_a_worker_stay_readable_after_its_next_messages():
     strategy = FederatedStrategy(Told(), plans()["no noise"], seed=1, evaluate_every=0)
     values = [float(client) for client in range(CLIENTS)]
 
     def data(client):
-        own = Examples(torch.full((3, 6), values[client]), torch.zeros(3, dtype=torch.int64))
-        return ClientData(train=own, test=own)
+        examples = Examples(torch.full((3, 6), values[client]), torch.zeros(3, dtype=torch.int64))
+        return ClientData(train=examples, test=examples)
 
     grid = InProcessGrid(
         Told.client_app(Task(model=Net, data=data, device="cpu")), CLIENTS, workers=2
@@ -143,8 +146,8 @@ def test_what_came_from_another_process_can_be_read_after_its_next_messages():
         model = records.to_record(MODEL)
         replies = []
         for number in (1, 2):
-            asked = strategy.configure_train(number, model, ArrayRecord(), grid)
-            replies.append(list(grid.send_and_receive(asked)))
+            requests = strategy.configure_train(number, model, ArrayRecord(), grid)
+            replies.append(list(grid.send_and_receive(requests)))
         for of_round in replies:
             sent = [records.to_arrays(r.content.array_records[records.UPDATE]) for r in of_round]
             assert [float(one["head.bias"][0]) for one in sent] == values
@@ -174,7 +177,7 @@ def test_a_reply_that_carries_arrays_is_the_reply_that_carries_records():
     assert read[0].metrics == read[1].metrics == METRICS
 
 
-def test_what_somebody_changes_in_a_reply_is_what_is_read_of_it():
+def test_changes_to_a_replys_content_are_read():
     become_server_of(1)
     question = Message(RecordDict(), dst_node_id=7, message_type="train.a", group_id="3")
     reply = UploadReply(question, uploaded())
@@ -193,15 +196,15 @@ def test_what_somebody_changes_in_a_reply_is_what_is_read_of_it():
     [{"num-examples": 1.5}, {"a": math.nan}, {"a": 1e16}, {"": 1.0}],
     ids=["part of an example", "NaN", "large", "nameless"],
 )
-def test_metrics_beside_arrays_are_refused_as_those_of_records(metrics):
+def test_metrics_beside_arrays_are_refused_for_the_same_reasons(metrics):
     become_server_of(1)
     question = Message(RecordDict(), dst_node_id=7, message_type="train.a", group_id="3")
-    upload, said = uploaded(metrics), []
+    upload, reasons = uploaded(metrics), []
     for reply in (UploadReply(question, upload), reply_to(question, upload.content())):
         with pytest.raises(RefusedReply) as refused:
             read_update(reply, base=MODEL, trust_models=False)
-        said.append(str(refused.value))
-    assert said[0] == said[1]
+        reasons.append(str(refused.value))
+    assert reasons[0] == reasons[1]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +219,7 @@ def test_metrics_beside_arrays_are_refused_as_those_of_records(metrics):
     ],
     ids=["more", "less", "another shape", "another type", "NaN", "huge"],
 )
-def test_arrays_are_refused_as_records_of_them_are(change):
+def test_arrays_are_refused_for_the_same_reasons_as_array_records(change):
     become_server_of(1)
     question = Message(RecordDict(), dst_node_id=7, message_type="train.a", group_id="3")
     upload, reasons = Update(change(MODEL), METRICS), []

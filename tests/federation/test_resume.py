@@ -49,6 +49,7 @@ def rows(run: RunDirectory):
 
 
 def same(one: RunDirectory, other: RunDirectory) -> bool:
+    """Return True if two runs have the same model, metrics, guarantees and scores."""
     models = [load_file(run.path / "model.safetensors") for run in (one, other)]
     return (
         all(np.array_equal(models[0][name], models[1][name]) for name in models[0])
@@ -104,7 +105,7 @@ def test_an_adaptive_clipping_norm_resumes_bit_for_bit(tmp_path):
     assert resumed.run.mechanism == strategy.run.mechanism
 
 
-def test_it_may_die_again_and_again(whole, tmp_path):
+def test_a_run_may_die_and_resume_repeatedly(whole, tmp_path):
     for dies_in in (2, 2, 3, 5):
         with pytest.raises(Died):
             play(tmp_path / "parts", dies_in=dies_in)
@@ -302,8 +303,6 @@ def test_a_ledger_that_lacks_releases_ends_a_run_that_would_go_on(tmp_path, kept
     assert "The ledger lacks" in (run.path / "report.md").read_text(encoding="utf-8")
 
 
-# Budgets -----------------------------------------------------------------------------------
-
 FIXED = FixedSizeSampling(population=CLIENTS, size=2)
 PLANS = {
     "release": (DPFedAvg, plan(), {}),
@@ -334,8 +333,8 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_budget_ends_a_run_before_exceeding_it_also_after_resuming(tmp_path, name):
-    method, own, more = PLANS[name]
-    options = {"method": method, "plan": own, "ledger": False, "local": SGD, **more}
+    method, plan_settings, more = PLANS[name]
+    options = {"method": method, "plan": plan_settings, "ledger": False, "local": SGD, **more}
     free, _ = play(tmp_path / "free", rounds=3, **{**options, "evaluate_every": 1})
     spent = [row["epsilon_provable"] for row in free.metrics()]
     assert spent == sorted(spent)
@@ -373,9 +372,9 @@ def _with_budget(folder, epsilon, **options):
 
 
 def test_a_calibrated_plan_makes_all_its_rounds_within_its_budget(tmp_path):
-    method, own, more = PLANS["record"]
+    method, plan_settings, more = PLANS["record"]
     run, one = _with_budget(
-        tmp_path, 2.0, rounds=6, method=method, plan=own, ledger=False, local=SGD, **more
+        tmp_path, 2.0, rounds=6, method=method, plan=plan_settings, ledger=False, local=SGD, **more
     )
     assert len(run.metrics()) == 4
     assert "round 5" in one.stopped
@@ -404,9 +403,6 @@ def test_a_budget_at_another_delta_or_without_privacy_is_refused():
         )
 
 
-# A full disk -------------------------------------------------------------------------------
-
-
 def _play_on_a_full_disk(folder, size, failure):
     """Play in a forked process whose files, after a round, may have ``size`` bytes."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -432,6 +428,6 @@ def test_a_full_disk_ends_the_run_before_any_client_is_asked(tmp_path, size):
     run = RunDirectory.open(tmp_path / "run")
     reserved = [entry["kind"] for entry in run.ledger()].count("reserve")
     lines = (run.path / "checkpoints/begun.jsonl").read_text().splitlines()
-    asked = sum('"units"' in line for line in lines)
-    assert asked <= reserved < 40
+    reserved_rounds = sum('"units"' in line for line in lines)
+    assert reserved_rounds <= reserved < 40
     assert RunDirectory.open(tmp_path / "run").status in ("failed", "running")

@@ -15,9 +15,9 @@ def test_a_simulation_with_too_few_nodes_soon_says_what_to_do(monkeypatch, caplo
     grid = InProcessGrid(ClientApp(), 2)
     with pytest.raises(FederationNotReady, match="2 of 5 nodes"):
         roster.wait_for_nodes(grid, 5, least=5, timeout=1.5)
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(said) == 1
-    assert '--federation-config "num-supernodes=5"' in said[0]
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(messages) == 1
+    assert '--federation-config "num-supernodes=5"' in messages[0]
 
 
 class Starved(InProcessGrid):

@@ -27,21 +27,22 @@ from tests.support.worlds import initial, task
 CLIENTS, NUMBERS = 4, 16
 EVERYONE = FullParticipation(CLIENTS)
 BASE = {"w": np.zeros(NUMBERS, np.float32)}
-FACTS = {"sampling": EVERYONE, "rounds": 3, "delta": 0.1}
-RELEASED = ReleasePlan(**FACTS, clipping_norm=0.5, noise_multiplier=1.0).mechanism()
+TERMS = {"sampling": EVERYONE, "rounds": 3, "delta": 0.1}
+RELEASED = ReleasePlan(**TERMS, clipping_norm=0.5, noise_multiplier=1.0).mechanism()
 BY_SERVER = ReleasePlan(
-    **FACTS, clipping_norm=0.5, noise_multiplier=1.0, noise_placement="server"
+    **TERMS, clipping_norm=0.5, noise_multiplier=1.0, noise_placement="server"
 ).mechanism()
-OF_MODELS = RecordLevelPlan(**FACTS, clipping_norm=2.0, noise_stddev=0.01, num_examples=30)
+OF_MODELS = RecordLevelPlan(**TERMS, clipping_norm=2.0, noise_stddev=0.01, num_examples=30)
 
 
-def numbers(norm):
+def update_of_norm(norm):
+    """Return an update whose values are equal."""
     return {"w": np.full(NUMBERS, norm / NUMBERS**0.5, np.float32)}
 
 
 def read(plan, norm, *, record=records.UPDATE, metrics=None, received=0.0, norms=None):
     """Read the reply of client 2, which has these contents."""
-    content = RecordDict({record: records.to_record(numbers(norm))})
+    content = RecordDict({record: records.to_record(update_of_norm(norm))})
     if metrics is not None:
         content["metrics"] = MetricRecord(metrics)
     cohort = Cohort(
@@ -49,7 +50,9 @@ def read(plan, norm, *, record=records.UPDATE, metrics=None, received=0.0, norms
         units=range(CLIENTS),
         population=9,
         norms=norms or {},
-        requests={2: {records.MODEL: records.to_record(numbers(received))}} if received else {},
+        requests={2: {records.MODEL: records.to_record(update_of_norm(received))}}
+        if received
+        else {},
     )
     opening = Opening(
         clients=SimpleNamespace(partition_of=lambda _: 2),
@@ -64,28 +67,30 @@ def read(plan, norm, *, record=records.UPDATE, metrics=None, received=0.0, norms
     return PlainSum(plan).open(opening).read(reply(content))
 
 
-def limit(plan, norms=1.0):
+def largest_norm(plan, norms=1.0):
+    """Return the largest norm of an upload that the server accepts."""
     return protection_of(plan).largest_upload(NUMBERS, norms=norms)
 
 
 def protection_of(plan):
+    """Return the protection of a client's upload under a plan."""
     run = RunSummary(method=MethodTraits(name="test"), participations=Participations())
     return plan.protection(run, CLIENTS)
 
 
 @pytest.mark.parametrize("norms", [{}, {2: 1.0}, {2: 3.0, 1: 9.0}])
 def test_an_update_is_accepted_up_to_the_norm_of_an_honest_one(norms):
-    largest = limit(RELEASED, norms.get(2, 1.0))
+    largest = largest_norm(RELEASED, norms.get(2, 1.0))
     for part in (0.0, 0.5, 0.9999, 1.00005):  # of which the last is rounding
         accepted = read(RELEASED, part * largest, norms=norms)
-        np.testing.assert_array_equal(accepted.arrays["w"], numbers(part * largest)["w"])
+        np.testing.assert_array_equal(accepted.arrays["w"], update_of_norm(part * largest)["w"])
     for part in (1.001, 1.9, 100.0):
         with pytest.raises(RefusedReply, match="largest norm of an honest upload"):
             read(RELEASED, part * largest, norms=norms)
 
 
 def test_where_models_are_bounded_the_norm_covers_model_and_update():
-    largest = limit(OF_MODELS)
+    largest = largest_norm(OF_MODELS)
     read(OF_MODELS, -0.5 * largest, received=largest)
     read(OF_MODELS, -1.9 * largest, received=largest)
     for step in (0.01, 0.5, -2.01):

@@ -54,6 +54,7 @@ class Unused(Hosted):
 
 
 def noised(rounds=5):
+    """Return a plan with noise."""
     return ReleasePlan(
         sampling=FullParticipation(CLIENTS),
         clipping_norm=0.5,
@@ -70,17 +71,17 @@ def started(strategy, arrays=None, rounds=5):
 
 
 @pytest.mark.parametrize(
-    ("method", "said"),
+    ("method", "message"),
     [
         (Overshooting, "'head.bias' holds .* in the model after the server's step of Overshooting"),
         (Forgetful, "in the server's state 'momentum' after the server's step of Forgetful"),
     ],
 )
-def test_a_step_that_is_not_finite_ends_the_run_without_more_spend(method, said, tmp_path):
+def test_a_step_that_is_not_finite_ends_the_run_without_more_spend(method, message, tmp_path):
     run = RunWriter.create(tmp_path / "run", {})
     ledger = Ledger(tmp_path / "ledger.jsonl")
     strategy = strategy_of(method, plan=noised(), directory=run, ledger=ledger, **OPTIONS)
-    with pytest.raises(ValueError, match=f"{said} in round 2: expected finite"):
+    with pytest.raises(ValueError, match=f"{message} in round 2: expected finite"):
         started(strategy)
     assert strategy.participations.rounds == 2
     kinds = [entry["kind"] for entry in Ledger.read(tmp_path / "ledger.jsonl")]

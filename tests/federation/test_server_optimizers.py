@@ -30,6 +30,7 @@ OPTIMIZERS = (
 
 
 def model_and_updates(rounds=12, seed=0, dtype=np.float32):
+    """Return a random model, and an update of it for each round."""
     rng = np.random.default_rng(seed)
     shapes = {"w": (3, 4), "b": (5,)}
     arrays = [
@@ -177,7 +178,7 @@ def test_a_tail_average_is_the_mean_of_the_last_models(last):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: Sgd(learning_rate=0.0), "learning_rate=0.0"),
         (lambda: Adam(learning_rate=math.inf), "learning_rate=inf"),
@@ -191,6 +192,6 @@ def test_a_tail_average_is_the_mean_of_the_last_models(last):
         (lambda: TailAverage(last=0), "last=0"),
     ],
 )
-def test_a_value_out_of_range_is_refused(make, said):
-    with pytest.raises(InvalidValue, match=said):
+def test_a_value_out_of_range_is_refused(make, message):
+    with pytest.raises(InvalidValue, match=message):
         make()

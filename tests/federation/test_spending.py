@@ -252,8 +252,8 @@ def test_an_epsilon_without_delta_ends_at_a_budget_of_any_delta(delta, tmp_path)
     likely, unlikely = (1 / ((1 + math.exp(-s)) * (1 + math.exp(-s / 2))) for s in (1, -1))
     joint = math.log((likely - DELTA) / unlikely)
     assert total_spent(Ledger.read(shared), DELTA) == pytest.approx(joint, rel=2e-3)
-    said = {0.0: "at δ = 0: **ε = 1.5**", DELTA: "at δ = 0.1: **ε = 1.26**"}[delta]
-    assert said in account_text(shared)
+    statement = {0.0: "at δ = 0: **ε = 1.5**", DELTA: "at δ = 0.1: **ε = 1.26**"}[delta]
+    assert statement in account_text(shared)
     # Noised sums have no ε at δ = 0, so a budget with δ = 0 covers none of them.
     if delta == 0.0:
         with pytest.raises(ValueError, match="expected at least the δ of the plan, 0.1"):

@@ -251,10 +251,12 @@ def test_a_run_waits_for_all_nodes_before_it_samples():
     assert len(strategy.configure_train(1, initial(), ConfigRecord(), grid)) == CLIENTS
 
 
-@pytest.mark.parametrize(("clients", "said"), [(4, "4 of 6 nodes"), (7, "7 nodes are connected")])
-def test_a_missing_population_is_an_error_that_says_what_to_change(clients, said):
+@pytest.mark.parametrize(
+    ("clients", "message"), [(4, "4 of 6 nodes"), (7, "7 nodes are connected")]
+)
+def test_a_missing_population_is_an_error_that_says_what_to_change(clients, message):
     strategy = FederatedStrategy(DPFedAvg(local=FAST), plan(), timeout=0.3)
-    with pytest.raises(FederationNotReady, match=said):
+    with pytest.raises(FederationNotReady, match=message):
         strategy.start(grid_of(average_app(), clients), initial(), num_rounds=1)
 
 
@@ -266,15 +268,17 @@ def test_two_nodes_with_one_partition_are_an_error():
         FederatedStrategy(DPFedAvg(local=FAST), plan()).start(grid, initial(), num_rounds=1)
 
 
-@pytest.mark.parametrize("own", [None, "3", True, CLIENTS, -1])
-def test_a_node_without_a_partition_is_named_with_its_node_config(own):
+@pytest.mark.parametrize("node_config", [None, "3", True, CLIENTS, -1])
+def test_a_node_without_a_partition_is_named_with_its_node_config(node_config):
     grid = grid_of(average_app())
-    grid.contexts[1_003].node_config["partition-id"] = own
-    with pytest.raises(FederationNotReady, match=f"node 1003 says .* '?{own}'?;.*partition-id"):
+    grid.contexts[1_003].node_config["partition-id"] = node_config
+    with pytest.raises(
+        FederationNotReady, match=f"node 1003 says .* '?{node_config}'?;.*partition-id"
+    ):
         FederatedStrategy(DPFedAvg(local=FAST), plan()).start(grid, initial(), num_rounds=1)
 
 
-def test_why_nodes_cannot_tell_their_partitions_is_said():
+def test_the_error_says_why_nodes_cannot_name_their_partitions():
     app = ClientApp()
 
     @app.query("identity")
@@ -314,6 +318,8 @@ def test_a_node_that_comes_back_as_another_partition_takes_no_part(monkeypatch, 
 
 
 def broken(value):
+    """Return a change that fills an array of an upload with one value."""
+
     def change(reply):
         record = reply.content.array_records["update"]
         name = next(iter(record))
@@ -429,13 +435,13 @@ def test_a_client_without_test_or_training_examples_says_what_it_has():
     )
     strategy.start(grid, initial(), num_rounds=1)
     assert all("cannot train" in refusal for refusal in strategy.refusals)  # of client 3
-    told = {
+    metrics = {
         reply.metadata.src_node_id - 1_000: set(reply.content.metric_records[records.METRICS])
         for reply in grid.received
         if reply.metadata.message_type.startswith("evaluate")
     }
     both = {"loss", "share", "training_loss", "num-examples"}
-    assert told == {
+    assert metrics == {
         **dict.fromkeys(range(CLIENTS), both),
         2: {"training_loss", "num-examples"},
         3: both - {"training_loss"},
@@ -646,7 +652,7 @@ def test_a_run_ends_once_it_is_clear_that_no_client_answers(logged):
     assert "spent nevertheless" not in logged.text
 
 
-def test_what_a_foreign_app_writes_into_its_message_reaches_no_other():
+def test_a_foreign_apps_changes_to_its_message_reach_no_other_client():
     seen = []
     app = ClientApp()
 
@@ -709,11 +715,11 @@ def test_a_run_may_stop_early_and_is_evaluated_where_it_stops():
 
 
 def test_a_simulated_foreign_client_app_is_asked_for_its_partition_once():
-    asked = []
+    requests = []
 
     class Counting(InProcessGrid):
         def _answer_here(self, messages):
-            asked.extend(message.metadata.message_type for message in messages)
+            requests.extend(message.metadata.message_type for message in messages)
             return super()._answer_here(messages)
 
     grid = Counting(foreign_app(), num_clients=CLIENTS)
@@ -721,7 +727,7 @@ def test_a_simulated_foreign_client_app_is_asked_for_its_partition_once():
     FederatedStrategy(DPFedAvg(local=FAST), without).start(
         grid, initial(), num_rounds=2, train_config=ConfigRecord({"lr": 0.1})
     )
-    assert asked.count("query.identity") == 1
+    assert requests.count("query.identity") == 1
 
 
 def test_a_foreign_client_app_is_bounded_and_noised_by_the_server():
@@ -741,7 +747,7 @@ def test_a_foreign_client_app_is_not_trusted_with_unknown_requests(strategy):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"server": 0.5}, "server=0.5: expected an optimizer"),
         ({"average": 3}, "average=3: expected ExponentialAverage"),
@@ -751,8 +757,8 @@ def test_a_foreign_client_app_is_not_trusted_with_unknown_requests(strategy):
         ({"personal": "head"}, r"a sequence of names, .* \('head',\)"),
     ],
 )
-def test_unfit_options_are_refused(options, said):
-    with pytest.raises(ValueError, match=said):
+def test_unfit_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
         strategy_of(DPFedAvg, plan=plan(), **options).start(
             grid_of(average_app()), initial(), num_rounds=1
         )
@@ -805,7 +811,7 @@ def test_a_personal_name_without_its_outer_modules_is_refused_with_a_star():
 
 
 @pytest.mark.parametrize("name", ["last", "head2"])
-def test_a_personal_name_that_is_none_of_the_models_is_said(name, caplog):
+def test_a_personal_name_that_the_model_lacks_is_logged(name, caplog):
     strategy = FederatedStrategy(DP2FedSAM(head=FAST, extractor=FAST, personal=(name,)), plan())
     with pytest.raises(FederationNotReady, match=r"personal= to name at least one of"):
         strategy.start(grid_of(), initial(), num_rounds=1)
@@ -861,18 +867,18 @@ def test_a_method_sees_no_single_update_under_a_release_plan():
     assert seen == [4]
 
 
-def test_training_beyond_the_rounds_of_the_plan_is_said_once(caplog):
+def test_training_beyond_the_rounds_of_the_plan_is_logged_once(caplog):
     few = replace(plan(), rounds=2)
     FederatedStrategy(DPFedAvg(local=FAST), few).start(
         grid_of(average_app()), initial(), num_rounds=4
     )
-    said = [line for line in caplog.messages if "beyond" in line]
-    assert len(said) == 1
-    assert "training round 3 is beyond the 2 rounds for which" in said[0]
+    messages = [line for line in caplog.messages if "beyond" in line]
+    assert len(messages) == 1
+    assert "training round 3 is beyond the 2 rounds for which" in messages[0]
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (lambda i: (torch.zeros(3, 6), torch.zeros(3)), "of the Task: expected ClientData"),
         (
@@ -881,10 +887,10 @@ def test_training_beyond_the_rounds_of_the_plan_is_said_once(caplog):
         ),
     ],
 )
-def test_unusable_data_give_one_line_and_one_log_entry(data, said, caplog):
+def test_unusable_data_give_one_line_and_one_log_entry(data, message, caplog):
     strategy = FederatedStrategy(DPFedAvg(local=FAST), NonPrivatePlan(sampling=plan().sampling))
     app = DPFedAvg.client_app(Task(model=Net, data=data, device="cpu"))
-    with pytest.raises(FederationNotReady, match=said) as failed:
+    with pytest.raises(FederationNotReady, match=message) as failed:
         strategy.start(grid_of(app), initial(), num_rounds=2)
     assert "\n" not in str(failed.value)
     assert not any("\n" in refusal for refusal in strategy.refusals)

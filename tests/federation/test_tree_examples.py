@@ -20,6 +20,8 @@ LOCAL = LocalTraining(epochs=2, batch_size=8, learning_rate=0.5)
 
 
 def of_clients(form):
+    """Return a function that gives each client its data in a form."""
+
     def data(client):
         return ClientData(
             train=form(packed(20 + client, client)), test=form(packed(9, 50 + client))
@@ -29,6 +31,8 @@ def of_clients(form):
 
 
 def of_silos(form):
+    """Return a function that gives each silo its data in a form."""
+
     def data(silo):
         train = packed(30, silo)
         owners = torch.arange(len(train)) % USERS

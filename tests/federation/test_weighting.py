@@ -30,18 +30,18 @@ SGD = LocalTraining(epochs=1, batch_size=5, learning_rate=0.3)
 
 
 def unequal(client: int) -> ClientData:
-    own = client_data(client)
-    return ClientData(train=own.train.subset(np.arange(SIZES[client])), test=own.test)
+    data = client_data(client)
+    return ClientData(train=data.train.subset(np.arange(SIZES[client])), test=data.test)
 
 
 TASK = Task(model=Net, data=unequal, device="cpu")
 
 
 def run(strategy, grid=Recorder):
-    own = grid(strategy.method.client_app(TASK), num_clients=len(SIZES))
+    run_grid = grid(strategy.method.client_app(TASK), num_clients=len(SIZES))
     initial = TASK.initial_params(0)
-    result = strategy.start(own, ArrayRecord(initial), num_rounds=1)
-    return own, initial, result.arrays.to_torch_state_dict()
+    result = strategy.start(run_grid, ArrayRecord(initial), num_rounds=1)
+    return run_grid, initial, result.arrays.to_torch_state_dict()
 
 
 METHODS = [
@@ -62,10 +62,10 @@ def test_the_model_moves_by_the_mean_of_updates_weighted_by_examples(strategy):
     }
     assert len(updates) == len(SIZES)
     for name, value in model.items():
-        own = [updates[client][name].astype(np.float64) for client in range(len(SIZES))]
-        step = np.average(own, axis=0, weights=SIZES)
+        client_updates = [updates[client][name].astype(np.float64) for client in range(len(SIZES))]
+        step = np.average(client_updates, axis=0, weights=SIZES)
         np.testing.assert_allclose(value, initial[name].numpy() + step, rtol=1e-5, atol=1e-7)
-        assert not np.allclose(step, np.mean(own, axis=0), rtol=1e-2)
+        assert not np.allclose(step, np.mean(client_updates, axis=0), rtol=1e-2)
 
 
 def test_clients_count_alike_unless_examples_are_asked_for():

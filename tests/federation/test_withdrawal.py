@@ -54,7 +54,7 @@ class Watching(InProcessGrid):
         return super().send_and_receive(messages, **how)
 
     def of(self, partition: int) -> list[str]:
-        return [kind for kind, asked in self.asked if asked == partition]
+        return [kind for kind, clients in self.asked if clients == partition]
 
 
 def budget(tmp_path) -> Budget:
@@ -67,6 +67,7 @@ def plan(sampling=None, **changes) -> ReleasePlan:
 
 
 def run_of(folder: Path, given: Budget, *, plan, rounds=2, method=DPFedAvg, state="", **options):
+    """Begin or resume a run in a folder, under a budget."""
     begun = (folder / "run.json").exists()
     run = RunWriter.resume(folder) if begun else RunWriter.create(folder, config={})
     settings = {"state-folder": str(state)} if state else {}
@@ -101,7 +102,7 @@ def test_a_withdrawn_client_is_not_asked_in_resumed_and_later_runs(tmp_path, cho
         _, grid = run_of(tmp_path / name, given, plan=chosen, rounds=rounds, **seeded)
         assert not [kind for kind in grid.of(LEAVING) if kind.startswith(("train", "eval"))]
         assert sum(kind.startswith("train") for kind, _ in grid.asked) > 0
-        trained = {asked for kind, asked in grid.asked if kind.startswith("train")}
+        trained = {clients for kind, clients in grid.asked if kind.startswith("train")}
         assert trained == set(range(CLIENTS)) - {LEAVING}
 
 
@@ -127,9 +128,9 @@ def test_the_draw_of_all_others_stays_the_same_bit_for_bit(tmp_path):
         chosen = plan(PoissonSampling(CLIENTS, 0.5))
         folder = tmp_path / name / "run"
         _, grid = run_of(folder, given, plan=chosen, rounds=12, seed=3, seeded_noise=True)
-        drawn[name] = [asked for kind, asked in grid.asked if kind.startswith("train")]
+        drawn[name] = [clients for kind, clients in grid.asked if kind.startswith("train")]
     assert LEAVING in drawn["with"]
-    assert drawn["without"] == [asked for asked in drawn["with"] if asked != LEAVING]
+    assert drawn["without"] == [clients for clients in drawn["with"] if clients != LEAVING]
 
 
 def test_a_client_that_withdraws_mid_run_is_omitted_from_the_next_round(tmp_path):

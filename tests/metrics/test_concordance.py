@@ -1,3 +1,5 @@
+"""The concordance index equals a plain count of pairs."""
+
 import math
 
 import pytest
@@ -22,7 +24,7 @@ def survival(times, events):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_it_is_what_a_plain_loop_counts_ties_included(seed):
+def test_the_index_equals_a_plain_count_with_ties(seed):
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(0, 6, (50, 1), generator=generator).float()
     time = torch.randint(0, 12, (50,), generator=generator).float()
@@ -66,6 +68,6 @@ def test_scores_times_and_events_that_are_nan_give_no_index(place):
     assert concordance_index(scores, targets) == 1.0
 
 
-def test_where_nothing_can_be_compared_there_is_no_index():
+def test_the_index_is_nan_if_no_pair_can_be_compared():
     assert math.isnan(concordance_index(torch.zeros(3), survival([1.0, 2.0, 3.0], [0, 0, 0])))
     assert math.isnan(concordance_index(torch.zeros(0), torch.zeros(0, 2)))

@@ -1,3 +1,5 @@
+"""ROC-AUC and average precision equal plain counts."""
+
 import math
 
 import pytest
@@ -17,14 +19,14 @@ def stepwise_precision(scores, targets):
     area, recall = 0.0, 0.0
     for threshold in sorted(set(scores.tolist()), reverse=True):
         chosen = targets[scores >= threshold]
-        now = float(chosen.sum() / targets.sum())
-        area += (now - recall) * float(chosen.double().mean())
-        recall = now
+        current_recall = float(chosen.sum() / targets.sum())
+        area += (current_recall - recall) * float(chosen.double().mean())
+        recall = current_recall
     return area
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_both_are_what_plain_loops_count_ties_included(seed):
+def test_both_metrics_equal_plain_counts_with_ties(seed):
     generator = torch.Generator().manual_seed(seed)
     outputs = torch.randint(0, 5, (80, 2), generator=generator).float()
     targets = (torch.rand(80, generator=generator) < 0.2).long()
@@ -39,14 +41,14 @@ def test_a_perfect_order_is_1_and_the_threshold_does_not_matter():
     assert roc_auc(outputs, targets) == average_precision(outputs, targets) == 1.0
 
 
-def test_knowing_nothing_is_a_half_or_the_share_of_the_rare_class():
+def test_constant_scores_give_a_half_and_the_rare_classs_share():
     outputs, targets = torch.zeros(50, 2), torch.tensor([1] * 5 + [0] * 45)
     assert roc_auc(outputs, targets) == 0.5
     assert average_precision(outputs, targets) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("metric", [roc_auc, average_precision])
-def test_they_are_undefined_without_both_classes_or_finite_outputs(metric):
+def test_both_metrics_need_both_classes_and_finite_outputs(metric):
     assert math.isnan(metric(torch.randn(4, 2), torch.zeros(4)))
     assert math.isnan(metric(torch.tensor([[0.0, math.nan], [0.0, 1.0]]), torch.tensor([0, 1])))
     with pytest.raises(ValueError, match=r"outputs of shape \(4, 3\): expected \(n, 2\)"):

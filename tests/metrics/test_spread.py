@@ -1,3 +1,5 @@
+"""Measures of fairness over clients: Jain's index, the worst decile and the variance."""
+
 import math
 
 import pytest

@@ -1,3 +1,5 @@
+"""Guarantees name all that they need, survive JSON, and never promise too much."""
+
 import json
 import math
 from dataclasses import replace
@@ -42,7 +44,7 @@ def test_every_guarantee_names_all_it_needs_and_survives_json(placement):
 
 
 @pytest.mark.parametrize(
-    ("epsilon", "delta", "said"),
+    ("epsilon", "delta", "message"),
     [
         (2.0, 1e-5, "ε = 2 at δ = 1e-05 "),
         (2.000049, 1.0004e-5, "ε = 2.01 at δ = 1.01e-05 "),
@@ -51,9 +53,9 @@ def test_every_guarantee_names_all_it_needs_and_survives_json(placement):
         (0.0, 0.0, "ε = 0 at δ = 0 "),
     ],
 )
-def test_a_statement_promises_no_more_than_holds(epsilon, delta, said):
+def test_a_statement_promises_no_more_than_holds(epsilon, delta, message):
     (claim, *_) = client_level(mechanism(), worst_case(60, 10))
-    assert said in replace(claim, epsilon=epsilon, delta=delta).statement()
+    assert message in replace(claim, epsilon=epsilon, delta=delta).statement()
 
 
 def test_unknown_fields_of_a_guarantee_are_refused():
@@ -63,11 +65,11 @@ def test_unknown_fields_of_a_guarantee_are_refused():
 
 
 @pytest.mark.parametrize(("delta", "large"), [(0.1, True), (1.1e-3, True), (1e-3, False)])
-def test_a_delta_that_promises_little_is_said_to(delta, large):
+def test_the_statement_says_that_a_large_delta_promises_little(delta, large):
     seen = worst_case(60, 10)
     for guarantee in by_view(mechanism(FullParticipation(100), delta=delta), seen).values():
-        said = "is large: with that probability all of one client's data may be revealed"
-        assert (said in guarantee.statement()) == (large and math.isfinite(guarantee.epsilon))
+        message = "is large: with that probability all of one client's data may be revealed"
+        assert (message in guarantee.statement()) == (large and math.isfinite(guarantee.epsilon))
 
 
 @pytest.mark.parametrize(
@@ -77,8 +79,8 @@ def test_a_delta_that_promises_little_is_said_to(delta, large):
 def test_a_delta_of_at_least_one_over_the_units_is_called_large(delta, units, large):
     seen = worst_case(60, 10)
     for guarantee in by_view(mechanism(FullParticipation(100), delta=delta), seen).values():
-        said = f"is large for {units} clients" in replace(guarantee, units=units).statement()
-        assert said == (large and math.isfinite(guarantee.epsilon))
+        message = f"is large for {units} clients" in replace(guarantee, units=units).statement()
+        assert message == (large and math.isfinite(guarantee.epsilon))
     assert large_delta(delta, PrivacyUnit.RECORD) is None
 
 

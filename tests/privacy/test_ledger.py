@@ -1,3 +1,5 @@
+"""A ledger records each release before it is made, and stops at its budget."""
+
 import dataclasses
 import json
 import multiprocessing
@@ -32,6 +34,7 @@ RELEASE = Release(
 
 
 def filled(path, rounds=3) -> bytes:
+    """Write a ledger with some releases, and return its bytes."""
     ledger = Ledger(path)
     for number in range(rounds):
         with ledger.reserve(RELEASE, server_round=number) as entry:
@@ -52,6 +55,7 @@ def fast_path(tmp_path):
 
 
 def reserved(path) -> int:
+    """Return the number of releases in a ledger."""
     ledger = Ledger(path)
     try:
         return ledger.releases
@@ -73,7 +77,7 @@ def test_a_release_is_reserved_before_and_committed_after_its_body(tmp_path):
     assert Ledger.read(path)[1]["notes"] == {"answered": 9}
 
 
-def test_what_is_reserved_is_spent_whatever_follows(tmp_path):
+def test_a_reserved_release_is_spent_whatever_follows(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
     with pytest.raises(KeyError), ledger.reserve(RELEASE, server_round=1):
@@ -142,7 +146,7 @@ def test_no_two_releases_of_one_open_ledger_are_the_same(tmp_path):
         ledger.close()
 
 
-def test_what_a_ledger_without_identities_holds_counts_and_is_never_the_same(tmp_path):
+def test_releases_without_identity_count_and_never_repeat(tmp_path):
     path = tmp_path / "ledger.jsonl"
     filled(path)
     assert "identity" not in path.read_text()

@@ -1,3 +1,5 @@
+"""Secure generators have fresh keys; seeded generators repeat."""
+
 import numpy as np
 import pytest
 

@@ -1,3 +1,5 @@
+"""A ledger that several runs share composes all their releases."""
+
 import json
 import math
 import multiprocessing
@@ -34,6 +36,7 @@ def release(noise_multiplier=1.0) -> Release:
 
 
 def sampled(run: str, training: int, noise_multiplier=1.0, **more) -> Charge:
+    """Return the charge of one round of a run."""
     one = release(noise_multiplier)
     facts = {
         "run": run,
@@ -144,7 +147,7 @@ def test_a_run_without_a_guarantee_shows_the_delta_of_its_charges(path):
     assert (run.epsilon, run.delta) == (math.inf, 1e-4)
 
 
-def test_what_no_epsilon_covers_is_listed_once_and_counts_nothing(path):
+def test_disclosures_without_an_epsilon_are_listed_once_at_no_cost(path):
     charge(path, sampled("a", 1), Budget(epsilon=50.0, delta=DELTA, ledger=path))
     once = spent(path)
     for _ in range(2):
@@ -171,6 +174,7 @@ def test_a_torn_line_is_forgotten_and_a_changed_one_refused(path):
 
 
 def _charging(path, run):
+    """Charge rounds until the budget ends; another process does the same."""
     budget = Budget(epsilon=privacy_loss_of({release(): 20}, delta=DELTA).epsilon, delta=DELTA)
     made = 0
     for training in range(1, 16):

@@ -1,3 +1,5 @@
+"""Withdrawals from a study."""
+
 from pathlib import Path
 
 import numpy as np

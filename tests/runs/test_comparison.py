@@ -1,3 +1,5 @@
+"""Comparisons of runs: one row for each method, over its seeds."""
+
 from dataclasses import replace
 
 import pytest
@@ -117,6 +119,7 @@ def test_a_failed_run_is_not_averaged_in(tmp_path):
 
 
 def record_level(path, *, upcycled, epsilon, provable):
+    """Write a run with guarantees for records, and return it."""
     objective = LocalObjective(convex=True, gradient_bound=1.0)
     run = finished(path, method="fedprox", private=False, upcycled=upcycled)
     plan = PerturbationPlan(

@@ -1,3 +1,5 @@
+"""A run directory keeps what a run writes, and overwrites nothing."""
+
 import json
 import os
 import subprocess
@@ -92,11 +94,11 @@ def test_the_end_of_a_run_is_recorded_beside_what_was_known(run):
 
 
 def test_names_of_new_runs_never_collide(tmp_path):
-    now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-    first = new_run_path(tmp_path, "m", now)
+    moment = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    first = new_run_path(tmp_path, "m", moment)
     assert first.name == "20260102-030405-m"
     first.mkdir()
-    assert new_run_path(tmp_path, "m", now) != first
+    assert new_run_path(tmp_path, "m", moment) != first
 
 
 def test_models_with_tied_weights_are_saved(run):

@@ -1,3 +1,5 @@
+"""Figures have their numbers beside them, and draw only what was measured."""
+
 import csv
 import re
 
@@ -151,7 +153,9 @@ def test_a_comparison_can_stand_against_something_else_than_rounds(tmp_path):
 def scored(path, *by_client) -> RunDirectory:
     """Return a run whose clients reported these scores."""
     run = RunWriter.create(path, {"method": "m", "dataset": "digits"})
-    scores = [{"partition": number, **own} for number, own in enumerate(by_client)]
+    scores = [
+        {"partition": number, **client_scores} for number, client_scores in enumerate(by_client)
+    ]
     run.save_client_metrics(scores)
     run.finish("completed")
     return run

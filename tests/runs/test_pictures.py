@@ -39,6 +39,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
+    """Return a report and a comparison of runs, one of which has a long name."""
     folder = tmp_path_factory.mktemp("runs")
     long = "a-run-with-a-name-that-nobody-would-write-" * 3
     runs = [finished(folder / name) for name in ("a", "b", long)]

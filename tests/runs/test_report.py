@@ -1,3 +1,5 @@
+"""The report of a run states its guarantees, its quality, and what limits them."""
+
 import csv
 import html
 import os
@@ -92,11 +94,11 @@ def test_the_first_screen_shows_model_quality_and_what_is_proved(tmp_path):
     assert f"Accuracy of the clients' models: **{spread.mean:.3f}** on average" in first
     assert f"{spread.worst_decile:.3f} over their worst tenth" in first
     for guarantee in run.guarantees():
-        said = (
+        message = (
             f"**ε = {epsilon_text(guarantee.epsilon)}** "
             f"against an adversary who sees {guarantee.view.sees}"
         )
-        assert (said in first) == (guarantee.basis == "provable")
+        assert (message in first) == (guarantee.basis == "provable")
         assert f"at δ = {guarantee.delta:.3g}" in first
     titles = [line for line in text.splitlines() if line.startswith("#### ")]
     assert [line.split()[1] for line in titles] == sorted(

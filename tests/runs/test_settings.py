@@ -14,6 +14,7 @@ from flower_ext.runs.settings import (
     Settings,
     UnfitSetting,
     absolute_path,
+    changed_settings,
     declarations,
     num_nodes,
     setting,
@@ -91,8 +92,10 @@ def test_a_value_is_refused_at_construction_too():
 
 def test_a_missing_setting_is_named_with_where_to_add_it():
     without = {name: value for name, value in CONFIG.items() if name != "solver"}
-    told = r"^run-config has no solver: expected one of sgd, newton; add it to \[tool.flwr.app.con"
-    with pytest.raises(UnfitSetting, match=told):
+    message = (
+        r"^run-config has no solver: expected one of sgd, newton; add it to \[tool.flwr.app.con"
+    )
+    with pytest.raises(UnfitSetting, match=message):
         Some.of(without)
 
 
@@ -134,3 +137,13 @@ def test_a_number_of_nodes_that_is_none_is_refused_by_name():
     for per_node in (-1, 4):
         with pytest.raises(UnfitSetting, match=f"clients=6 with clients-per-node={per_node}: exp"):
             num_nodes({"clients": 6, "clients-per-node": per_node})
+
+
+def test_changed_settings_have_both_values_except_those_that_may_differ():
+    earlier = {"count": 1, "dropped": 3, "timeout": 5, "same": "x"}
+    config = {"count": 2, "timeout": 6, "same": "x", "gained": 4, "off": 0, "empty": ""}
+    assert changed_settings(earlier, config, free={"timeout"}) == {
+        "count": (1, 2),
+        "gained": (None, 4),
+    }
+    assert changed_settings({"switch": True}, {"switch": False}) == {"switch": (True, False)}

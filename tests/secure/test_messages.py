@@ -1,3 +1,5 @@
+"""Messages survive their bytes; bytes of a wrong length or kind are refused."""
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,3 +1,5 @@
+"""Masks of pairs of silos cancel only in the sum of all, and no mask is drawn twice."""
+
 import itertools
 
 import numpy as np

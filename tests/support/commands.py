@@ -70,19 +70,19 @@ class Command:
         They have its folder in their environment. Ray's workers end a moment after the command.
         """
         end = time.monotonic() + 20
-        while (found := self._running()) and time.monotonic() < end:
+        while (running := self._running()) and time.monotonic() < end:
             time.sleep(0.2)
-        return found
+        return running
 
     def _running(self) -> list[str]:
-        found = []
+        running = []
         for process in psutil.process_iter():
             try:
                 if str(self.home) in process.environ().get("FLWR_HOME", ""):
-                    found.append(" ".join(process.cmdline()))
+                    running.append(" ".join(process.cmdline()))
             except psutil.Error:
                 continue
-        return found
+        return running
 
 
 def call(*arguments: str):

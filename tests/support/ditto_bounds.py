@@ -53,6 +53,7 @@ def random_bound(rng, basis, **fixed):
 
 
 def equal_rates(**changes) -> ConvergenceBound:
+    """Return a bound whose personal and global rates are equal."""
     coefficients = {
         "personal_rate": 0.9,
         "global_rate": 0.9,

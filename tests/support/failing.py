@@ -15,33 +15,33 @@ FAILING = 0
 """Partition of the client."""
 
 
-def _nan(own):
-    own.train.features[3, 1] = math.nan
+def _nan(data):
+    data.train.features[3, 1] = math.nan
 
 
-def _label(own):
-    own.train.targets[3] = 99
+def _label(data):
+    data.train.targets[3] = 99
 
 
-def _memory(own):
-    own.train.targets[3] = TOO_LARGE
+def _memory(data):
+    data.train.targets[3] = TOO_LARGE
 
 
-def _ending(own):
-    own.train.targets[3] = ENDING
+def _ending(data):
+    data.train.targets[3] = ENDING
 
 
-def _unusual(own):
-    features = torch.quantize_per_tensor(own.train.features, 0.1, 0, torch.qint8)
-    test = Examples(own.test.features.to_sparse(), own.test.targets)
-    return ClientData(train=Examples(features, own.train.targets), test=test)
+def _unusual(data):
+    features = torch.quantize_per_tensor(data.train.features, 0.1, 0, torch.qint8)
+    test = Examples(data.test.features.to_sparse(), data.test.targets)
+    return ClientData(train=Examples(features, data.train.targets), test=test)
 
 
-def _raises(own):
+def _raises(data):
     raise OSError("a record cannot be read")
 
 
-def _nothing(own):
+def _nothing(data):
     return {}
 
 
@@ -57,6 +57,7 @@ KINDS = {
 
 
 def _loss(outputs, targets):
+    """Return the loss, or raise as a record's target asks for."""
     if bool((targets == TOO_LARGE).any()):
         raise MemoryError("too little memory for this record")
     if bool((targets == ENDING).any()):
@@ -73,15 +74,15 @@ def failing_task(kind: str | None, *, model=Net, beginning: int = 0) -> Task:
 
     def data(partition):
         nonlocal loaded
-        own = client_data(partition)
+        client_examples = client_data(partition)
         if kind is None or partition != FAILING:
-            return own
+            return client_examples
         loaded += 1
-        return own if loaded <= beginning else _spoiled(own, kind)
+        return client_examples if loaded <= beginning else _spoiled(client_examples, kind)
 
     return Task(model=model, data=data, loss=_loss, metrics={}, device="cpu")
 
 
-def _spoiled(own, kind):
-    other = KINDS[kind](own)
-    return own if other is None else other
+def _spoiled(data, kind):
+    other = KINDS[kind](data)
+    return data if other is None else other

@@ -16,6 +16,7 @@ PLAN = ReleasePlan(
 
 
 def finished(path, *, method="dp2-fedsam", accuracy=0.8, private=True, **config) -> RunDirectory:
+    """Write a complete run directory with four rounds, and return it."""
     run = RunWriter.create(path, {"method": method, "dataset": "digits", **config})
     if private:
         ledger = Ledger(run.ledger_path)

@@ -37,6 +37,7 @@ def _forget(*packages: str) -> None:
 
 
 def _status_of(code: str, out: int, errors: int) -> int:
+    """Run code in this process with other streams, and return its exit status."""
     sys.stdout, sys.stderr = (os.fdopen(place, "w") for place in (out, errors))
     status = 0
     try:

@@ -127,6 +127,7 @@ def evaluate_each(task, models, examples):
 
 
 def same(ours, theirs):
+    """Assert that two sequences of parameters have equal names, types and nearly equal values."""
     for one, other in zip(ours, theirs, strict=True):
         assert list(one) == list(other)
         for name in other:

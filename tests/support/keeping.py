@@ -229,6 +229,7 @@ def at_a_kink(params, count):
 
 
 def kinked(by_vmap):
+    """Return a clipped gradient of a model with a kink, and its parameters."""
     task = problem(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)))
     params = task.initial_params(0)
     gradient = ClippedGradient(task, list(params), clipping_norm=1.0, batch_size=16)

@@ -339,8 +339,8 @@ def in_a_batch(kind: Kind) -> Cell:
         for place, client in enumerate(group):
             draw = torch.Generator().manual_seed(client)
             theirs = by_pytorch(kind, starts[client], jobs[client].examples, draw)
-            own = {name: part[place] for name, part in rows.items()}
-            off = max(off, _off(own, theirs, starts[client]))
+            params = {name: part[place] for name, part in rows.items()}
+            off = max(off, _off(params, theirs, starts[client]))
     together = max(len(group) for group, _ in found) > 1
     return Cell("equal" if together else "equal, one by one", off)
 

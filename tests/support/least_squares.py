@@ -56,7 +56,7 @@ def optimum() -> np.ndarray:
     """Return the minimiser of the mean of all losses."""
     curvatures = [features.T @ features for features in FEATURES]
     return np.linalg.solve(
-        sum(curvatures), sum(h @ own for h, own in zip(curvatures, OWN, strict=True))
+        sum(curvatures), sum(h @ weight for h, weight in zip(curvatures, OWN, strict=True))
     )
 
 

@@ -95,6 +95,7 @@ class Trial:
 
 
 def _play(trial: Trial, write: int, after: bool) -> None:
+    """Run a trial in this process; die after ``write`` writes to disk."""
     log = os.open(trial.folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
@@ -140,6 +141,7 @@ def _play(trial: Trial, write: int, after: bool) -> None:
 
 
 def _plant(fault: str) -> None:
+    """Plant a fault in how a resumed noise stream continues."""
     restore = NoiseStream._restore
 
     def forgetting(self: NoiseStream, kept: Any) -> None:
@@ -163,6 +165,7 @@ def _flat(arrays: Any) -> list[float]:
 
 
 def _watch_noise(note: Any) -> None:
+    """Note every noise that is drawn and every release."""
     draw, add = NoiseStream._drawn, PreparedNoise.add_gaussian
 
     def drawn(self: NoiseStream, like: Any, source: Any) -> Any:
@@ -190,6 +193,7 @@ def _watch_noise(note: Any) -> None:
 
 
 def _watch_disk(note: Any, write: int, after: bool) -> None:
+    """Kill this process at a write to disk, before or after it."""
     sync, count = os.fsync, 0
 
     def killing(descriptor: int) -> None:
@@ -210,59 +214,59 @@ def faults_of(trial: Trial) -> list[str]:
 
     Releases are matched with places by their noise. All that was noised counts as released.
     """
-    found: list[str] = []
+    faults: list[str] = []
     drawn, released = trial.witnessed("drawn"), trial.witnessed("released")
     places = {tuple(entry["noise"]): entry["place"] for entry in drawn}
     by_place = defaultdict(set)
     if len(places) < len(drawn):
-        found.append("noise was drawn twice")
+        faults.append("noise was drawn twice")
     for entry in released:
         noise = tuple(entry["noise"])
         if noise in places:
             by_place[places[noise]].add((noise, tuple(entry["sum"])))
         else:
-            found.append("a release has noise that was never drawn")
-    found += [f"place {p} has {len(r)} releases" for p, r in by_place.items() if len(r) > 1]
-    found += _broken_correlation(trial, drawn, by_place)
+            faults.append("a release has noise that was never drawn")
+    faults += [f"place {p} has {len(r)} releases" for p, r in by_place.items() if len(r) > 1]
+    faults += _broken_correlation(trial, drawn, by_place)
     # Participations, from the messages that were sent.
-    asked = sorted({(entry["number"], entry["client"]) for entry in trial.witnessed("asked")})
-    if len({number for number, _ in asked}) < len(asked):
-        found.append("a training number was used twice")
+    invited = sorted({(entry["number"], entry["client"]) for entry in trial.witnessed("asked")})
+    if len({number for number, _ in invited}) < len(invited):
+        faults.append("a training number was used twice")
     for client in range(CLIENTS):
-        numbers = [number for number, partition in asked if partition == client]
+        numbers = [number for number, partition in invited if partition == client]
         if len(numbers) > SAMPLING.participations:
-            found.append(f"client {client} took part {len(numbers)} times")
+            faults.append(f"client {client} took part {len(numbers)} times")
         if any(b - a < SAMPLING.rounds_apart for a, b in itertools.pairwise(numbers)):
-            found.append(f"client {client} took part too soon")
+            faults.append(f"client {client} took part too soon")
     # The guarantee covers all that was asked for.
     matrix = trial.plan.mechanism().strategy
     limits = {"rounds_apart": 2, "participations": 3}
-    moves = matrix.row_moves(max([number for number, _ in asked], default=1), **limits)
+    moves = matrix.row_moves(max([number for number, _ in invited], default=1), **limits)
     mu = float(np.linalg.norm(moves)) / (SIGMA * matrix.sensitivity(**limits))
     true = gaussian_loss(1 / mu, releases=1, delta=0.01).epsilon
     claims = trial.run.guarantees()
     if claims and claims[0].epsilon < true * (1 - 1e-9):
-        found.append(f"ε = {claims[0].epsilon:.6g} is reported, {true:.6g} was spent")
-    return found
+        faults.append(f"ε = {claims[0].epsilon:.6g} is reported, {true:.6g} was spent")
+    return faults
 
 
 def _broken_correlation(trial: Trial, drawn: list[dict[str, Any]], by_place: Any) -> list[str]:
     """Check C y = z over the noise that was released, and the last drawn where nothing was."""
     last = {entry["place"]: entry for entry in drawn}
     matrix = trial.plan.mechanism().strategy
-    column, found = matrix.coefficients(len(last) + 1), []
+    column, breaks = matrix.coefficients(len(last) + 1), []
     noise = {
         place: np.asarray(next(iter(by_place[place]))[0] if place in by_place else entry["noise"])
         for place, entry in last.items()
     }
     if sorted(noise) != [*range(1, len(noise) + 1)]:
-        found.append(f"places {sorted(noise)}")
-        return found
+        breaks.append(f"places {sorted(noise)}")
+        return breaks
     for place, entry in last.items():
         fresh = sum(column[j] * noise[place - j] for j in range(place))
         if not np.allclose(fresh, entry["fresh"], rtol=0, atol=1e-12):
-            found.append(f"the noise of place {place} does not go on with that before it")
-    return found
+            breaks.append(f"the noise of place {place} does not go on with that before it")
+    return breaks
 
 
 @dataclass

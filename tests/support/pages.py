@@ -62,7 +62,7 @@ def pages() -> list[Path]:
 @cache  # parsing takes longer than most tests of a page
 def blocks(page: Path) -> list[Block]:
     """All blocks of ``page`` in their order."""
-    found: list[Block] = []
+    page_blocks: list[Block] = []
     reason = section = ""
     tokens = MarkdownIt().parse(page.read_text(encoding="utf-8"))
     for token, following in zip(tokens, [*tokens[1:], None], strict=True):
@@ -76,22 +76,23 @@ def blocks(page: Path) -> list[Block]:
                 if kind == "not run:":
                     reason = text.strip()
                 elif kind == "setup:":
-                    found += _of_section(page, text.strip())
+                    page_blocks += _of_section(page, text.strip())
                 elif kind != "full":
-                    found.append(Block(page, kind, line, text.strip("\n") + "\n", section))
+                    page_blocks.append(Block(page, kind, line, text.strip("\n") + "\n", section))
         elif token.type in ("fence", "code_block"):
             kind = token.info.split()[0] if token.info.strip() else ""
-            found.append(Block(page, kind, line, token.content, section, reason))
+            page_blocks.append(Block(page, kind, line, token.content, section, reason))
             reason = ""
-    return found
+    return page_blocks
 
 
 def _of_section(page: Path, target: str) -> list[Block]:
+    """Return the Python blocks of another page's section, as a setup."""
     path, _, section = target.partition("#")
     other = (page.parent / path).resolve()
-    own = [b for b in blocks(other) if b.kind == "python" and b.section == section]
-    assert own, f"{page}: no Python below {target}"
-    return [replace(block, kind="setup") for block in own]
+    section_blocks = [b for b in blocks(other) if b.kind == "python" and b.section == section]
+    assert section_blocks, f"{page}: no Python below {target}"
+    return [replace(block, kind="setup") for block in section_blocks]
 
 
 def anchor(heading: str) -> str:
@@ -116,5 +117,5 @@ def links(page: Path) -> list[tuple[str, str]]:
     """Targets of relative links in ``page``: path and anchor, "" where there is none."""
     text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     targets = re.findall(r"\]\(([^)\s]+)\)", text)
-    own = (t for t in targets if not re.match(r"[a-z]+:", t))
-    return [(path, anchor) for path, _, anchor in (t.partition("#") for t in own)]
+    own_links = (t for t in targets if not re.match(r"[a-z]+:", t))
+    return [(path, anchor) for path, _, anchor in (t.partition("#") for t in own_links)]

@@ -64,6 +64,7 @@ def _not_clipped(update, clipping_norm):
 
 
 def _rows_not_clipped(rows, clipping_norm, weights=None):
+    """Sum rows without clipping them, and claim the bound."""
     summed = {
         name: sum(w * row for w, row in zip(weights, array, strict=True)).double()
         for name, array in rows.items()
@@ -72,6 +73,7 @@ def _rows_not_clipped(rows, clipping_norm, weights=None):
 
 
 def _cells_not_clipped(update, clipping_norm, cell):
+    """Round an update to cells without clipping it, and claim the bound."""
     value = {
         name: np.rint(np.asarray(array, dtype=np.float64) / cell).astype(np.int64)
         for name, array in update.items()
@@ -85,6 +87,7 @@ def _rows_in_cells_not_clipped(rows, clipping_norm, cell, weights):
 
 
 def _scores_not_clipped(self, client):
+    """Return a vector of scores that are not clipped."""
     scores = client.scores(training=False)
     if not scores:
         return np.zeros(self.size)
@@ -373,14 +376,14 @@ def silent_noise(clients: int):
 
 def pair_masks_left_out(patch, experiment: Experiment) -> Experiment:
     """Clients of a secure sum add their own mask alone: the sum is right all the same."""
-    own = []
+    silo_masks = []
 
     def self_mask_key(*facts):
-        own.append(mask_streams.self_mask_key(*facts))
-        return own[-1]
+        silo_masks.append(mask_streams.self_mask_key(*facts))
+        return silo_masks[-1]
 
     def apply_mask(key, values, *, subtract=False):
-        if key in own:
+        if key in silo_masks:
             mask_streams.apply_mask(key, values, subtract=subtract)
 
     patch.setattr(member, "self_mask_key", self_mask_key)

@@ -79,6 +79,7 @@ def strings_outside_messages(source: str) -> Counter[str]:
 
 
 def _strings(node: ast.AST, *, in_message: bool) -> Iterator[str]:
+    """Yield the texts in code that are no docstrings and no messages."""
     if isinstance(node, ast.stmt) and is_docstring(node):
         return
     if isinstance(node, ast.Constant):
@@ -91,6 +92,7 @@ def _strings(node: ast.AST, *, in_message: bool) -> Iterator[str]:
 
 
 def _is_message(node: ast.AST) -> bool:
+    """Return True if a node's texts are messages to users."""
     if isinstance(node, ast.Raise):
         return True
     if isinstance(node, ast.keyword):

@@ -10,8 +10,8 @@ from flower_ext.federation import FederatedStrategy, Method
 def strategy_of(method: type[Method], *values: Any, **options: Any) -> FederatedStrategy:
     """Return the strategy of a method whose fields are among the options."""
     names = {field.name for field in fields(method)}
-    own = {name: options.pop(name) for name in [*options] if name in names}
-    return FederatedStrategy(method(*values, **own), options.pop("plan"), **options)
+    method_options = {name: options.pop(name) for name in [*options] if name in names}
+    return FederatedStrategy(method(*values, **method_options), options.pop("plan"), **options)
 
 
 def private_strategy_of(

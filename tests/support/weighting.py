@@ -69,7 +69,7 @@ def draw_counts(rng: np.random.Generator, settings: PaillierSettings) -> np.ndar
     ).T
 
 
-def play(dialogue, silos, counts, asked, answered):
+def play(dialogue, silos, counts, silo_questions, answered):
     """Take all steps of a dialogue, and return its result; note all questions and answers."""
     answers = None
     while True:
@@ -81,7 +81,7 @@ def play(dialogue, silos, counts, asked, answered):
             at: silos[at].answer(step.name, question, counts[at])
             for at, question in step.questions.items()
         }
-        asked.append((step.name, step.questions))
+        silo_questions.append((step.name, step.questions))
         answered.append((step.name, answers))
 
 
@@ -142,13 +142,13 @@ class World:
         noise = rng.uniform(-settings.noise_bound, settings.noise_bound, shape[::2])
         return updates, noise
 
-    def own(self, silo: int, updates: np.ndarray) -> dict[int, np.ndarray]:
+    def updates_of(self, silo: int, updates: np.ndarray) -> dict[int, np.ndarray]:
         """Return the updates of the users that have records in ``silo``."""
         return {user: updates[silo, user] for user in np.flatnonzero(self.counts[silo])}
 
     def weigh(self, message, updates, noise) -> list[PaillierSum]:
         return [
-            weigh(silo, message, self.own(i, updates), noise[i])
+            weigh(silo, message, self.updates_of(i, updates), noise[i])
             for i, silo in enumerate(self.silos)
         ]
 

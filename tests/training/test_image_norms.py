@@ -45,6 +45,7 @@ def images() -> Examples:
 
 
 def one_step(model, params, trained):
+    """Return the parameters after one plain step of SGD."""
     data = images()
     leaves = {n: p.clone().requires_grad_(trained(n)) for n, p in params.items()}
     loss = cross_entropy(functional_call(model(), leaves, (data.features,)), data.targets)

@@ -21,16 +21,16 @@ def words(*rows):
 def test_labels_that_the_loss_refuses_are_found(usual):
     task = problem(lambda: Dense())
     assert usable_rows(task, *labels(*usual)).all()
-    found = usable_rows(task, *labels(0, 3, 2, -1, 10_000, -100, 1))
-    assert found.tolist() == [True, False, True, False, False, True, True]
+    usable = usable_rows(task, *labels(0, 3, 2, -1, 10_000, -100, 1))
+    assert usable.tolist() == [True, False, True, False, False, True, True]
     assert usable_rows(task, *labels(*usual)).all()
 
 
 def test_words_without_a_row_in_the_table_are_found():
-    found = usable_rows(
+    usable = usable_rows(
         problem(Words), *words([0, 1, 2, 3, 10], [0, 0, 11, 0, 0], [0, 0, 0, 0, -1])
     )
-    assert found.tolist() == [True, False, False]
+    assert usable.tolist() == [True, False, False]
 
 
 def test_counts_that_are_no_indices_may_be_as_large_as_they_like():
@@ -49,8 +49,8 @@ def test_many_numbers_below_zero_are_tried_by_a_few_of_them():
 
     assert usable_rows(problem(Dense, counted), *labels(*range(-500, 500))).all()
     assert len(tried) < 10
-    found = usable_rows(problem(lambda: Dense()), *labels(*range(-200, 3)))
-    assert found.tolist() == [False] * 200 + [True] * 3
+    usable = usable_rows(problem(lambda: Dense()), *labels(*range(-200, 3)))
+    assert usable.tolist() == [False] * 200 + [True] * 3
 
 
 class Scaled(nn.Module):

@@ -16,7 +16,6 @@ from flower_ext.privacy import FullParticipation, ReleasePlan
 from flower_ext.training import LocalTraining, Task
 from flower_ext.training.isolation import (
     ClientCrashed,
-    _settings,
     deterministic_kernels,
     isolated,
     seeded,
@@ -30,6 +29,11 @@ CHANGES = {
     "type": lambda: torch.set_default_dtype(torch.float64),
     "threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
 }
+
+
+def torch_settings():
+    """Return the settings of PyTorch that `CHANGES` changes."""
+    return torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()
 
 
 class Layers(torch.nn.Module):
@@ -47,26 +51,29 @@ class Layers(torch.nn.Module):
 
 
 class OfNumpy(Layers):
-    """Its draws come from NumPy's global generator."""
+    """A model that draws from NumPy's global generator."""
 
     def draw(self):
         return np.random.uniform()  # noqa: NPY002
 
 
 class OfPython(Layers):
-    """Its draws come from Python's global generator."""
+    """A model that draws from Python's global generator."""
 
     def draw(self):
         return random.random()
 
 
-def released(odd, model=Layers, *, count=16):
-    """Return the released sum; the first client, if ``odd``, does something before its data."""
+def released_sum(before_data, model=Layers, *, count=16):
+    """Return the sum that a round releases.
+
+    Client 0 has ``count`` examples, and calls ``before_data`` first unless it is None.
+    """
 
     def data(client):
         x = torch.randn(16, 3, generator=torch.Generator().manual_seed(client))
-        if client == 0 and odd is not None:
-            odd()
+        if client == 0 and before_data is not None:
+            before_data()
         number = count if client == 0 else 16
         examples = Examples(x[:number], (x[:number, 0] > 0).long())
         return ClientData(train=examples, test=examples)
@@ -88,9 +95,10 @@ def released(odd, model=Layers, *, count=16):
     return CLIENTS * np.concatenate([a.numpy().ravel() for a in result.arrays.values()])
 
 
-def moved(odd, model=Layers, **changes):
-    usual, other = released(None, model), released(odd, model, **changes)
-    return np.linalg.norm(usual.astype(float) - other) / NORM
+def distance_in_norms(before_data, model=Layers):
+    """Return how far client 0's call of ``before_data`` moves the released sum, in norms."""
+    usual, changed = released_sum(None, model), released_sum(before_data, model)
+    return np.linalg.norm(usual.astype(float) - changed) / NORM
 
 
 class Noisy(torch.nn.Linear):
@@ -103,17 +111,19 @@ class Noisy(torch.nn.Linear):
         return super().forward(x + 0.01 * torch.randn_like(x))
 
 
-def raising(change):
-    def odd():
+def failing_after(change):
+    """Return a function that calls ``change`` and then fails, as an odd record makes it."""
+
+    def change_and_fail():
         change()
         raise ValueError("odd record")
 
-    return odd
+    return change_and_fail
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_settings_a_client_leaves_move_the_sum_by_at_most_one_norm(name):
-    assert moved(raising(CHANGES[name]), Noisy) <= 1 + 1e-5
+    assert distance_in_norms(failing_after(CHANGES[name]), Noisy) <= 1 + 1e-5
 
 
 def test_the_sum_shows_a_client_that_is_not_isolated(monkeypatch):
@@ -122,7 +132,7 @@ def test_the_sum_shows_a_client_that_is_not_isolated(monkeypatch):
     monkeypatch.setattr("flower_ext.training.side_by_side.isolated", nullcontext)
     monkeypatch.setattr("flower_ext.training.isolation.isolated", nullcontext)
     try:
-        assert moved(raising(CHANGES["gradients"]), Noisy) > 2
+        assert distance_in_norms(failing_after(CHANGES["gradients"]), Noisy) > 2
     finally:
         torch.set_grad_enabled(True)
 
@@ -131,16 +141,16 @@ def test_the_sum_shows_a_client_that_is_not_isolated(monkeypatch):
 def test_models_that_draw_from_shared_generators_are_refused(model):
     """Their draws would depend on the numbers of other clients' records."""
     with pytest.raises(FederationNotReady, match="changes while a model trains"):
-        released(None, model)
+        released_sum(None, model)
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_block_restores_settings(name):
-    before = _settings()
+    before = torch_settings()
     with isolated():
         CHANGES[name]()
-        assert _settings() != before
-    assert _settings() == before
+        assert torch_settings() != before
+    assert torch_settings() == before
     x = torch.ones(2, requires_grad=True)
     (3 * x).sum().backward()
     assert x.grad.tolist() == [3.0, 3.0]
@@ -148,43 +158,38 @@ def test_a_block_restores_settings(name):
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_settings_that_one_clients_code_leaves_change_no_bit_of_the_others(name):
-    def left():
-        CHANGES[name]()
-        raise ValueError("odd record")
-
-    def nothing():
-        raise ValueError("odd record")
-
-    assert np.array_equal(released(left, Noisy), released(nothing, Noisy))
+    changed = released_sum(failing_after(CHANGES[name]), Noisy)
+    unchanged = released_sum(failing_after(lambda: None), Noisy)
+    assert np.array_equal(changed, unchanged)
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_settings_a_model_leaves_in_training_change_no_other_bit(name):
-    def mark():
+    def do_nothing():
         return None
 
-    def model_that(acts):
-        class Odd(Noisy):
+    def failing_model(change):
+        class Failing(Noisy):
             def forward(self, x):
                 if x.shape[0] == 1:  # only the first client has a batch of one example
-                    acts()
-                    raise ValueError("odd record")
+                    failing_after(change)()
                 return super().forward(x)
 
-        return Odd
+        return Failing
 
-    usual = released(mark, model_that(mark), count=1)
-    assert np.array_equal(released(mark, model_that(CHANGES[name]), count=1), usual)
+    usual = released_sum(do_nothing, failing_model(do_nothing), count=1)
+    changed = released_sum(do_nothing, failing_model(CHANGES[name]), count=1)
+    assert np.array_equal(changed, usual)
 
 
 @pytest.mark.parametrize("kind", [SystemExit, GeneratorExit, BaseException])
 def test_a_crash_becomes_an_error_of_its_client(kind):
-    def odd():
+    def crash():
         raise kind("odd record")
 
     with pytest.raises(ClientCrashed, match=kind.__name__), isolated():
-        odd()
-    assert moved(odd) <= 1 + 1e-5
+        crash()
+    assert distance_in_norms(crash) <= 1 + 1e-5
 
 
 def test_the_user_can_interrupt():

@@ -1,3 +1,5 @@
+"""Local training equals a plain loop of PyTorch, for each of its options."""
+
 import math
 from contextlib import nullcontext
 from copy import deepcopy
@@ -557,37 +559,37 @@ class Picky(Net):
     ),
 )
 def test_models_that_refuse_a_single_row_train_on_two_or_more(build, batch_size):
-    own = replace(task(), model=build)
+    loop_task = replace(task(), model=build)
     training = LocalTraining(batch_size=batch_size, epochs=2)
 
     def job(count):
-        params, generator = own.initial_params(0), torch.Generator().manual_seed(count)
+        params, generator = loop_task.initial_params(0), torch.Generator().manual_seed(count)
         return Job(params=params, examples=examples(count), training=training, generator=generator)
 
     counts = [17, 9, 3, 2, 17, 9, 17, 17]
-    together = train_many(own, [job(count) for count in counts])
+    together = train_many(loop_task, [job(count) for count in counts])
     for count, ours in zip(counts, together, strict=True):
         model = build()
-        model.load_state_dict(own.initial_params(0))
+        model.load_state_dict(loop_task.initial_params(0))
         optimizer = torch.optim.SGD(model.parameters(), lr=training.learning_rate)
         generator = torch.Generator().manual_seed(count)
         for x, y in batches(examples(count), training, generator, fewest=2):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
-        (alone,) = train_many(own, [job(count)])
+        (alone,) = train_many(loop_task, [job(count)])
         for name, value in model.state_dict().items():
             torch.testing.assert_close(ours[name], value)
             torch.testing.assert_close(alone[name], value)
 
 
 def test_mini_batches_of_one_row_are_refused_with_the_layer():
-    own = replace(task(), model=normalised)
+    loop_task = replace(task(), model=normalised)
     training = LocalTraining(batch_size=1)
-    start = own.initial_params(0)
+    start = loop_task.initial_params(0)
     expected = r"batch_size=1: expected at least 2, because layer '1' \(BatchNorm1d\) refuses"
     with pytest.raises(ValueError, match=expected) as refusal:
-        train_one(own, start, examples(5), training, generator=torch.Generator())
+        train_one(loop_task, start, examples(5), training, generator=torch.Generator())
     assert is_tellable(refusal.value)
 
 
@@ -615,9 +617,9 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("build", [normalised, Counting])
 @pytest.mark.parametrize("together", [1, 3])
 def test_the_perturbed_pass_of_sam_moves_no_buffer(build, together):
-    own = replace(task(), model=build)
+    loop_task = replace(task(), model=build)
     training = LocalTraining(batch_size=8, epochs=2, sam_radius=0.3, learning_rate=0.1)
-    start = own.initial_params(0)
+    start = loop_task.initial_params(0)
     jobs = [
         Job(
             params=start,
@@ -627,7 +629,7 @@ def test_the_perturbed_pass_of_sam_moves_no_buffer(build, together):
         )
         for seed in range(together)
     ]
-    for seed, trained in enumerate(train_many(own, jobs)):
+    for seed, trained in enumerate(train_many(loop_task, jobs)):
         model = build()
         model.load_state_dict(start)
         weights = [*model.parameters()]

@@ -1,3 +1,5 @@
+"""Newton's method finds the minimiser of a local problem to its tolerance."""
+
 import math
 
 import numpy as np
@@ -34,6 +36,7 @@ def zero() -> dict[str, torch.Tensor]:
 
 
 def scipy_minimiser(examples: Examples) -> np.ndarray:
+    """Return the minimiser of the logistic problem, by SciPy."""
     x = np.column_stack([examples.features.numpy(), np.ones(len(examples))])
     y = examples.targets.numpy()
 
@@ -53,10 +56,10 @@ def test_ridge_regression_has_its_closed_form():
     def loss(params, x, y):
         return (x @ params["w"] - y).square().mean() / 2 + MU / 2 * params["w"].square().sum()
 
-    found = newton(loss, {"w": vector(5.0, -7.0, 0.0)}, data, tolerance=1e-12)["w"]
+    minimiser = newton(loss, {"w": vector(5.0, -7.0, 0.0)}, data, tolerance=1e-12)["w"]
     x, y = data.features, data.targets
     exact = torch.linalg.solve(x.T @ x / len(y) + MU * torch.eye(3).double(), x.T @ y / len(y))
-    torch.testing.assert_close(found, exact, rtol=0, atol=1e-10)
+    torch.testing.assert_close(minimiser, exact, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -64,10 +67,10 @@ def test_ridge_regression_has_its_closed_form():
 def test_the_minimiser_of_a_logistic_problem_is_found_from_anywhere(seed, far):
     data = records(seed=seed)
     start = {name: value + far for name, value in zero().items()}
-    found = newton(logistic, start, data, tolerance=1e-11)
-    np.testing.assert_allclose(flat(found), scipy_minimiser(data), atol=1e-9)
-    assert {name: value.shape for name, value in found.items()} == {"weight": (3,), "bias": ()}
-    assert {value.dtype for value in found.values()} == {torch.float64}
+    minimiser = newton(logistic, start, data, tolerance=1e-11)
+    np.testing.assert_allclose(flat(minimiser), scipy_minimiser(data), atol=1e-9)
+    assert {name: value.shape for name, value in minimiser.items()} == {"weight": (3,), "bias": ()}
+    assert {value.dtype for value in minimiser.values()} == {torch.float64}
 
 
 def test_steps_that_would_overshoot_are_shortened():
@@ -82,8 +85,8 @@ def test_steps_that_would_overshoot_are_shortened():
         return w - slope / ((1 + w**2) ** -1.5 + 0.001)
 
     assert abs(full_step(3.0)) > 3 * 3.0
-    found = newton(loss, {"w": vector(3.0, -40.0)}, data, tolerance=1e-12)
-    torch.testing.assert_close(found["w"], vector(0.0, 0.0), rtol=0, atol=1e-9)
+    minimiser = newton(loss, {"w": vector(3.0, -40.0)}, data, tolerance=1e-12)
+    torch.testing.assert_close(minimiser["w"], vector(0.0, 0.0), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("tolerance", [0.3, 1e-2, 1e-4, 1e-10])
@@ -91,32 +94,32 @@ def test_the_gradient_and_the_minimiser_are_within_the_tolerance(tolerance):
     """`LocalObjective.distance_to_minimiser` needs this: a μ-strongly convex objective."""
     data = records()
     start = {"weight": vector(2.0, -1.0, 3.0), "bias": vector(1.0)[0]}
-    found = newton(logistic, start, data, tolerance=tolerance)
-    leaves = {name: value.clone().requires_grad_() for name, value in found.items()}
+    minimiser = newton(logistic, start, data, tolerance=tolerance)
+    leaves = {name: value.clone().requires_grad_() for name, value in minimiser.items()}
     logistic(leaves, data.features, data.targets).backward()
     slope = math.sqrt(sum(float(leaf.grad.square().sum()) for leaf in leaves.values()))
     assert slope <= tolerance * (1 + 1e-9)
-    assert np.linalg.norm(flat(found) - scipy_minimiser(data)) <= tolerance / MU + 1e-9
+    assert np.linalg.norm(flat(minimiser) - scipy_minimiser(data)) <= tolerance / MU + 1e-9
 
 
 def test_a_start_that_is_good_enough_is_returned_as_it_is():
     data, start = records(), {"weight": vector(0.1, 0.2, 0.3), "bias": vector(0.4)[0]}
-    found = newton(logistic, start, data, tolerance=100.0)
-    assert all(torch.equal(found[name], start[name]) for name in start)
+    minimiser = newton(logistic, start, data, tolerance=100.0)
+    assert all(torch.equal(minimiser[name], start[name]) for name in start)
 
 
 def test_the_start_is_left_as_it_was():
     start = zero()
-    found = newton(logistic, start, records(), tolerance=1e-8)
+    minimiser = newton(logistic, start, records(), tolerance=1e-8)
     assert all(torch.equal(start[name], zero()[name]) for name in start)
-    assert not torch.equal(found["weight"], start["weight"])
+    assert not torch.equal(minimiser["weight"], start["weight"])
 
 
 def test_features_in_single_precision_are_taken_in_double():
     data = records(dtype=torch.float32)
     wide = Examples(features=data.features.double(), targets=data.targets)
-    found = newton(logistic, zero(), data, tolerance=1e-11)
-    torch.testing.assert_close(found, newton(logistic, zero(), wide, tolerance=1e-11))
+    minimiser = newton(logistic, zero(), data, tolerance=1e-11)
+    torch.testing.assert_close(minimiser, newton(logistic, zero(), wide, tolerance=1e-11))
 
 
 def test_integer_features_stay_indices():
@@ -126,8 +129,8 @@ def test_integer_features_stay_indices():
     def loss(params, x, y):
         return (params["table"][x] - y).square().sum() / 2 + params["table"].square().sum() / 2
 
-    found = newton(loss, {"table": vector(0.0, 0.0)}, words, tolerance=1e-12)
-    torch.testing.assert_close(found["table"], vector(1 / 2, 8 / 3))
+    minimiser = newton(loss, {"table": vector(0.0, 0.0)}, words, tolerance=1e-12)
+    torch.testing.assert_close(minimiser["table"], vector(1 / 2, 8 / 3))
 
 
 @pytest.mark.parametrize(
@@ -154,13 +157,13 @@ def test_an_objective_without_strong_convexity_fails_with_a_remedy(
 
 
 def test_a_step_out_of_the_domain_of_the_loss_is_shortened():
-    found = newton(
+    minimiser = newton(
         lambda params, x, y: (params["w"] - params["w"].log()).sum(),
         {"w": vector(5.0)},  # a whole step leads to -15, where the logarithm is not a number
         records(),
         tolerance=1e-9,
     )
-    assert found["w"].item() == pytest.approx(1.0)
+    assert minimiser["w"].item() == pytest.approx(1.0)
 
 
 def test_a_tolerance_below_what_floats_reach_ends_and_is_named():

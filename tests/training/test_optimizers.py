@@ -45,7 +45,7 @@ def test_training_matches_torchs_optimizer_alone_and_among_others(name):
     training = LocalTraining(
         epochs=3, batch_size=8, learning_rate=0.02, optimizer=name, **OTHERS[name]
     )
-    own, start = task(), task().initial_params(1)
+    loop_task, start = task(), task().initial_params(1)
     expected = []
     for seed in range(3):
         plain = model()
@@ -56,7 +56,9 @@ def test_training_matches_torchs_optimizer_alone_and_among_others(name):
             cross_entropy(plain(x), y).backward()
             optimizer.step()
         expected.append(plain.state_dict())
-    found = train_one(own, start, examples(0), training, generator=torch.Generator().manual_seed(0))
+    trained = train_one(
+        loop_task, start, examples(0), training, generator=torch.Generator().manual_seed(0)
+    )
     jobs = [
         Job(
             params=start,
@@ -66,7 +68,9 @@ def test_training_matches_torchs_optimizer_alone_and_among_others(name):
         )
         for seed in range(3)
     ]
-    for one, other in zip([found, *train_many(own, jobs)], expected[:1] + expected, strict=True):
+    for one, other in zip(
+        [trained, *train_many(loop_task, jobs)], expected[:1] + expected, strict=True
+    ):
         for key, value in other.items():
             torch.testing.assert_close(one[key], value, atol=1e-6, rtol=1e-5)
             assert not torch.equal(value, start[key])
@@ -90,7 +94,7 @@ def test_an_optimizer_travels_to_the_clients():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"optimizer": "Adamw"}, "optimizer='Adamw': expected one of .*AdamW"),
         ({"optimizer": "LBFGS"}, "optimizer='LBFGS'"),
@@ -103,12 +107,12 @@ def test_an_optimizer_travels_to_the_clients():
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(options, said):
-    with pytest.raises(InvalidValue, match=said):
+def test_options_that_an_optimizer_lacks_are_refused(options, message):
+    with pytest.raises(InvalidValue, match=message):
         LocalTraining(**options)
 
 
-def test_methods_of_which_a_theorem_is_about_sgd_refuse_others():
+def test_methods_whose_theorem_assumes_sgd_refuse_other_optimizers():
     plan, adamw = NonPrivatePlan(sampling=FullParticipation(3)), LocalTraining(optimizer="AdamW")
     with pytest.raises(InvalidValue, match="local.optimizer='AdamW': leave it out"):
         FederatedStrategy(Scaffold(local=adamw), plan)

@@ -1,3 +1,5 @@
+"""Patterns name parameters by their modules."""
+
 import pytest
 
 from flower_ext.training.params import matches, require_modules
@@ -16,8 +18,8 @@ def test_a_prefix_that_names_nothing_is_an_error_that_lists_the_modules():
 
 def test_a_star_stands_for_any_part_of_a_name():
     model = {f"base.{layer}.lora_{part}.default.weight" for layer in (0, 1) for part in "AB"}
-    found = {name for name in model if matches(name, ["*.lora_B"])}
-    assert found == {"base.0.lora_B.default.weight", "base.1.lora_B.default.weight"}
+    matched = {name for name in model if matches(name, ["*.lora_B"])}
+    assert matched == {"base.0.lora_B.default.weight", "base.1.lora_B.default.weight"}
     assert matches("base.classifier.bias", ["*.classifier"])
     assert not matches("base.classifiers.bias", ["*.classifier"])
     with pytest.raises(ValueError, match=r"'\*\.lora_C' names no parameter"):

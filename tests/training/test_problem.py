@@ -108,8 +108,8 @@ def plain_loop(given: Task, params, way: LocalTraining):
     for rows in batch_rows(len(data), way, random):
         optimizer.zero_grad()
         loss = cross_entropy(model(data.features[rows].clone()), data.targets[rows])
-        for p, own in zip(weights, begin, strict=True):
-            loss = loss + way.proximal_weight / 2 * (p - own).square().sum()
+        for p, start in zip(weights, begin, strict=True):
+            loss = loss + way.proximal_weight / 2 * (p - start).square().sum()
         loss.backward()
         optimizer.step()
     return {name: value for name, value in model.state_dict().items() if name in params}
@@ -121,10 +121,10 @@ def test_a_model_trains_as_in_a_plain_loop(model, way):
     given = task(model)
     params = given.initial_params(1)
     expected = plain_loop(given, params, WAYS[way])
-    found = trained(given, params, way=WAYS[way])
-    assert set(found) == set(expected)
+    trained_params = trained(given, params, way=WAYS[way])
+    assert set(trained_params) == set(expected)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(trained_params[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_of_plain_layers_alone_is_known():
@@ -169,6 +169,7 @@ class Counting(nn.Module):
 
 
 def hooked():
+    """Return a model whose hook remembers the batch before."""
     seen = [torch.zeros(1)]
 
     def hook(module, inputs, output):
@@ -181,6 +182,7 @@ def hooked():
 
 
 def with_its_own_forward():
+    """Return a model whose replaced forward remembers the batch before."""
     model, seen = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), [torch.zeros(1)]
     usual = model[1].forward
 
@@ -193,6 +195,8 @@ def with_its_own_forward():
 
 
 def of_a_local_class():
+    """Return a model whose class remembers the batch before."""
+
     class Keeper(nn.Linear):
         kept = torch.zeros(1)
 
@@ -205,6 +209,8 @@ def of_a_local_class():
 
 
 def parametrized():
+    """Return a model whose parametrization remembers the weights before."""
+
     class Remembers(nn.Module):
         last = torch.zeros(1)
 
@@ -236,10 +242,10 @@ def test_a_model_that_remembers_forgets_between_trainings(model):
 def test_numbers_for_part_of_a_model_train_under_a_rebuilt_rest():
     given = task(dense)
     part = {name: p for name, p in given.initial_params(1).items() if name.startswith("3.")}
-    found, again = trained(given, part), trained(given, part)
-    assert set(found) == set(part)
-    assert all(torch.equal(found[name], again[name]) for name in part)
-    assert not torch.equal(found["3.weight"], part["3.weight"])
+    trained_params, again = trained(given, part), trained(given, part)
+    assert set(trained_params) == set(part)
+    assert all(torch.equal(trained_params[name], again[name]) for name in part)
+    assert not torch.equal(trained_params["3.weight"], part["3.weight"])
 
 
 def test_building_a_model_draws_nothing_of_what_the_training_draws():
@@ -264,11 +270,11 @@ def test_a_model_comes_back_in_the_usual_order_in_memory(like):
             for n, p in params.items()
         }
     usual = given.initial_params(0)
-    found = trained(given, params)
+    trained_params = trained(given, params)
     if like == "usual":
-        assert all(found[n].stride() == p.stride() for n, p in usual.items())
+        assert all(trained_params[n].stride() == p.stride() for n, p in usual.items())
     for name, value in trained(given, usual).items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(trained_params[name], value, rtol=1e-4, atol=1e-5)
 
 
 class Clamped(nn.Module):
@@ -321,9 +327,9 @@ def test_mini_batches_are_those_drawn_row_by_row(way):
     data = examples(1, 11)
     data = Examples({"a": data.features, "b": (data.features[:, 0],)}, data.targets)
     rows = [*batch_rows(len(data), way, torch.Generator().manual_seed(5))]
-    found = [*batches(data, way, torch.Generator().manual_seed(5))]
-    assert len(found) == len(rows)
-    for (x, y), chosen in zip(found, rows, strict=True):
+    trained_params = [*batches(data, way, torch.Generator().manual_seed(5))]
+    assert len(trained_params) == len(rows)
+    for (x, y), chosen in zip(trained_params, rows, strict=True):
         assert torch.equal(x["a"], data.features["a"][chosen])
         assert torch.equal(x["b"][0], data.features["b"][0][chosen])
         assert torch.equal(y, data.targets[chosen])
@@ -357,10 +363,10 @@ def job(params, seed: int = 0, way: LocalTraining = SGD) -> Job:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", [*MODELS, dropping, Counting, partial(Remembering)])
-def test_one_of_many_trainings_alone_is_the_plain_one(model, way):
+def test_a_batch_of_one_training_equals_the_plain_training(model, way):
     given = task(model)
     params = given.initial_params(1)
-    (found,) = train_many(given, [job(params, way=WAYS[way])])
+    (trained_params,) = train_many(given, [job(params, way=WAYS[way])])
     for name, value in trained(given, params, way=WAYS[way]).items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
-        assert found[name].data_ptr() != params[name].data_ptr()
+        torch.testing.assert_close(trained_params[name], value, rtol=1e-4, atol=1e-5)
+        assert trained_params[name].data_ptr() != params[name].data_ptr()

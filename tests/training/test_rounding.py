@@ -11,9 +11,9 @@ from tests.support.grids import grid
 
 def python(code, **environment):
     """Return the output of a new process."""
-    own = {**{k: v for k, v in os.environ.items() if k != "MKL_CBWR"}, **environment}
+    variables = {**{k: v for k, v in os.environ.items() if k != "MKL_CBWR"}, **environment}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=own, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True
     )
     return done.stdout.strip()
 

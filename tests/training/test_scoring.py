@@ -50,10 +50,10 @@ def test_models_that_mix_examples_of_a_client_mix_no_clients(model):
     task = replace(problem(model, loss), metrics={})
     params = {name: p + 0.1 * torch.randn_like(p) for name, p in task.initial_params(0).items()}
     examples = [job.examples for job in jobs_of(Dense, [SGD], UNEVEN)]
-    for ours, own in zip(
+    for ours, expected in zip(
         evaluate_each(task, [params] * len(examples), examples), examples, strict=True
     ):
-        assert ours == pytest.approx(evaluate(task, params, own), abs=1e-6)
+        assert ours == pytest.approx(evaluate(task, params, expected), abs=1e-6)
 
 
 @pytest.mark.parametrize("model", [Dense, partial(nn.Linear, 4, 3)], ids=["own class", "layer"])
@@ -83,7 +83,7 @@ def test_no_bit_of_a_score_depends_on_the_clients_before():
     task, jobs = problem(Remembering), jobs_of(Dense, [SGD], [8, 8, 8])
     data = [job.examples for job in jobs]
     together = evaluate_each(task, [jobs[0].params] * 3, data)
-    assert together == [evaluate(task, jobs[0].params, own) for own in data]
+    assert together == [evaluate(task, jobs[0].params, examples) for examples in data]
 
 
 class Random(nn.Linear):
@@ -125,11 +125,11 @@ def test_a_score_that_raises_costs_that_score_alone_and_is_named_once(together, 
     task = replace(problem(lambda: Dense()), metrics=metrics)  # a new model in the log
     jobs = jobs_of(Dense, [SGD], [12, 12])
     models = [jobs[0].params, jobs[0].params if together else jobs[1].params]
-    for found, model, job in zip(
+    for scores, model, job in zip(
         evaluate_each(task, models, [job.examples for job in jobs]), models, jobs, strict=True
     ):
-        assert math.isnan(found.pop("of class 2"))
-        assert found == pytest.approx(evaluate(problem(), model, job.examples), abs=1e-6)
+        assert math.isnan(scores.pop("of class 2"))
+        assert scores == pytest.approx(evaluate(problem(), model, job.examples), abs=1e-6)
     assert [r.getMessage() for r in logged.records] == [
         "the score 'of class 2' failed, so it is left out"
     ]
@@ -138,8 +138,8 @@ def test_a_score_that_raises_costs_that_score_alone_and_is_named_once(together, 
 def test_an_evaluation_of_which_every_score_raises_is_an_error():
     task = replace(problem(loss=undefined), metrics={"of class 2": undefined})
     (job,) = jobs_of(Dense, [SGD], [12])
-    (found,) = evaluate_each(task, [job.params], [job.examples])
-    assert isinstance(found, ZeroDivisionError)
+    (error,) = evaluate_each(task, [job.params], [job.examples])
+    assert isinstance(error, ZeroDivisionError)
 
 
 @pytest.mark.parametrize("score", [evaluate, evaluate_client])

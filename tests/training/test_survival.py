@@ -1,3 +1,5 @@
+"""Cox's loss equals a plain loop, also in batches and with padding."""
+
 import math
 
 import pytest

@@ -77,8 +77,8 @@ def test_many_trees_train_as_packed_tensors_in_a_batch(which, batch_invariant):
     sizes = [16, 9, 16, 16, 3, 16, 16]
     jobs = [job(form(packed(size, size)), seed=k) for k, size in enumerate(sizes)]
     theirs = [job(packed(size, size), seed=k) for k, size in enumerate(sizes)]
-    found = train_groups(task, jobs, batch_invariant=batch_invariant)
-    ours = {group[0]: {n: p[0] for n, p in rows.items()} for group, rows in found}
+    trained_models = train_groups(task, jobs, batch_invariant=batch_invariant)
+    ours = {group[0]: {n: p[0] for n, p in rows.items()} for group, rows in trained_models}
     same([ours[index] for index in range(len(sizes))], train_many(PACKED, theirs))
     assert trains_one_by_one(task, jobs[0].examples, SGD)
 
@@ -108,10 +108,10 @@ def test_users_of_a_silo_train_on_separate_rows():
     data, owners = packed(30), torch.arange(30) % 4
     silo = SiloData(train=as_mapping(data), test=as_mapping(packed(2)), owners=owners)
     by_user = silo.by_user()
-    jobs = [job(own, seed=user) for user, own in by_user.items()]
+    jobs = [job(examples, seed=user) for user, examples in by_user.items()]
     for (user,), rows in train_groups(PARTED, jobs, batch_invariant=True):
-        own = data.subset(np.flatnonzero(owners == user))
-        expected = trained(PACKED, job(own, seed=user))
+        examples = data.subset(np.flatnonzero(owners == user))
+        expected = trained(PACKED, job(examples, seed=user))
         assert all(torch.equal(rows[name][0], p) for name, p in expected.items())
 
 
@@ -123,10 +123,10 @@ def test_a_user_whose_tree_raises_moves_no_other_by_a_bit(odd):
             users[2].targets[1] = 99
         elif wrong:
             users[2] = Examples({"tokens": users[2].features["tokens"]}, users[2].targets)
-        jobs = [job(own, seed=user) for user, own in enumerate(users)]
+        jobs = [job(user_data, seed=user) for user, user_data in enumerate(users)]
         solve = partial(train_groups, PARTED, batch_invariant=True)
-        found = attempt_groups(solve, jobs)
-        return {user: rows for group, rows in found for user in group}
+        outcomes = attempt_groups(solve, jobs)
+        return {user: rows for group, rows in outcomes for user in group}
 
     ours, theirs = models(True), models(False)
     assert isinstance(ours.pop(2), Exception)
@@ -151,9 +151,9 @@ def test_a_model_that_writes_into_its_inputs_leaves_trees_unchanged():
     data = as_mapping(packed(8))
     before = {name: leaf.clone() for name, leaf in data.features.items()}
     task = problem(Overwriting)
-    own = replace(job(data), training=replace(SGD, batch_size=100))
-    trained(task, own)
-    evaluate(task, own.params, data)
+    smaller_job = replace(job(data), training=replace(SGD, batch_size=100))
+    trained(task, smaller_job)
+    evaluate(task, smaller_job.params, data)
     assert all(torch.equal(data.features[name], leaf) for name, leaf in before.items())
 
 
@@ -172,15 +172,15 @@ def test_targets_may_be_a_mapping_as_outputs_may():
     data = packed(9)
     aims = {"label": data.targets, "again": data.targets.flip(0)}
     task = replace(problem(TwoHeads, total), metrics={})
-    own = job(Examples(as_tuple(data).features, aims))
+    examples = job(Examples(as_tuple(data).features, aims))
 
-    model = trained(task, own)
+    model = trained(task, examples)
     outputs = torch.func.functional_call(PACKED.model(), model, (data.features,))
     expected = cross_entropy(outputs, aims["label"]) + cross_entropy(-outputs, aims["again"])
     for size in (1024, 4):
-        found = evaluate(task, model, own.examples, batch_size=size)
-        assert found["loss"] == pytest.approx(float(expected))
-    assert found["loss"] < evaluate(task, own.params, own.examples)["loss"]
+        scores = evaluate(task, model, examples.examples, batch_size=size)
+        assert scores["loss"] == pytest.approx(float(expected))
+    assert scores["loss"] < evaluate(task, examples.params, examples.examples)["loss"]
 
 
 @pytest.mark.parametrize("which", FORMS)
@@ -190,7 +190,7 @@ def test_a_tree_is_scored_as_a_packed_tensor(which):
     models[2] = models[0]
     data = [packed(size, size) for size in (7, 12, 5)]
     theirs = evaluate_each(PACKED, models, data)
-    ours = evaluate_each(task, models, [form(own) for own in data])
+    ours = evaluate_each(task, models, [form(examples) for examples in data])
     for one, other in zip(ours, theirs, strict=True):
         assert one == pytest.approx(other)
         assert set(one) == {"loss", "accuracy"}
@@ -238,20 +238,20 @@ def test_outputs_of_mini_batches_are_joined_in_the_models_type(kind, size):
 def test_an_output_without_one_row_per_example_is_named_when_joined():
     data, params = with_labels(packed(10)), PACKED.initial_params(1)
     assert set(evaluate(OWN_LOSS, params, data)) == {"loss", "accuracy"}
-    said = r"outputs\['loss'\] of shape \(\) for a mini-batch of 4 examples: .* such as logits"
-    with pytest.raises(InvalidValue, match=said):
+    message = r"outputs\['loss'\] of shape \(\) for a mini-batch of 4 examples: .* such as logits"
+    with pytest.raises(InvalidValue, match=message):
         evaluate(OWN_LOSS, params, data, batch_size=4)
     logits_alone = replace(OWN_LOSS, loss=of_output(cross_entropy))
-    found = evaluate(logits_alone, params, as_mapping(packed(10)), batch_size=4)
-    assert found == pytest.approx(evaluate(OWN_LOSS, params, data))
+    error = evaluate(logits_alone, params, as_mapping(packed(10)), batch_size=4)
+    assert error == pytest.approx(evaluate(OWN_LOSS, params, data))
 
 
 def test_an_error_of_one_client_of_trees_concerns_no_other():
-    params, own = PACKED.initial_params(1), as_mapping(packed(4))
-    wrong = Examples({"words": own.features["tokens"]}, own.targets)
-    mislabelled = replace(own, targets=own.targets + 7)
-    scores = evaluate_each(PARTED, [params] * 4, [own, wrong, mislabelled, own])
-    assert scores[0] == scores[3] == evaluate(PARTED, params, own)
+    params, trees = PACKED.initial_params(1), as_mapping(packed(4))
+    wrong = Examples({"words": trees.features["tokens"]}, trees.targets)
+    mislabelled = replace(trees, targets=trees.targets + 7)
+    scores = evaluate_each(PARTED, [params] * 4, [trees, wrong, mislabelled, trees])
+    assert scores[0] == scores[3] == evaluate(PARTED, params, trees)
     assert "unexpected keyword argument 'words'" in str(scores[1])
     assert math.isnan(scores[2]["loss"])
     assert scores[2]["accuracy"] == 0

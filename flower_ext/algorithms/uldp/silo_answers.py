@@ -77,7 +77,7 @@ def ask_silos(
     content = {records.QUESTION: question, **records.training_records(trainings)}
     answers = clients.ask_all(
         dict.fromkeys(clients.nodes, content),
-        lambda reply: _read_answer(reply, num_users if histogram else 0, silos_draw),
+        lambda reply: read_silo_answer(reply, num_users if histogram else 0, silos_draw),
     )
     one_by_one, counts, keys = zip(*(answers[silo] for silo in sorted(answers)), strict=True)
     for silo, key in zip(sorted(answers), keys, strict=True):
@@ -90,9 +90,10 @@ def ask_silos(
     return np.array(one_by_one), np.stack(counts)
 
 
-def _read_answer(
+def read_silo_answer(
     reply: Message, num_users: int, silos_draw: bool
 ) -> tuple[bool, np.ndarray, bytes]:
+    """Return a silo's three answers: if it trains users one by one, its counts, and its key."""
     arrays = read_answer(reply)
     optional = {HISTOGRAM: num_users > 0, FINGERPRINT: silos_draw}
     expected = {ONE_BY_ONE, *(name for name, is_expected in optional.items() if is_expected)}

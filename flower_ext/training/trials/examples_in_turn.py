@@ -71,7 +71,7 @@ def why_not_one_by_one(training_kind: TrainingKind, names: Sequence[str]) -> str
     ones; on a CPU the trial uses other integers too (see `unlike_examples`).
     """
     features, targets = training_kind.features, training_kind.targets
-    usual = _usual_examples(features, targets)
+    usual = usual_examples(features, targets)
     for device in dict.fromkeys((training_kind.device, torch.device("cpu"))):
         on_device = replace(training_kind, device=device).task
         model = _random_model(on_device, names)
@@ -109,7 +109,7 @@ def _outputs_of(model: nn.Module, x: Tree) -> Tree:
     return call_with(model, {**dict(model.named_parameters()), **buffers}, x)
 
 
-def _usual_examples(features: Tree, targets: Tree) -> list[tuple[Tree, Tree]]:
+def usual_examples(features: Tree, targets: Tree) -> list[tuple[Tree, Tree]]:
     """Return examples from which a model should be able to learn.
 
     Most are random. One consists of zeros and one of ones, because a model of counts might accept

@@ -62,7 +62,7 @@ def test_the_example_of_the_guide_runs_and_its_fault_is_found(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["nothing"], "expected module:function, or one of client-noise"),
         (["foreign_experiment:nothing"], "nothing"),
@@ -71,13 +71,13 @@ def test_the_example_of_the_guide_runs_and_its_fault_is_found(tmp_path):
         (["client-noise", "--confidence", "1"], "confidence"),
     ],
 )
-def test_what_cannot_be_audited_ends_with_2_and_says_why(arguments, said, tmp_path):
+def test_what_cannot_be_audited_ends_with_2_and_says_why(arguments, message, tmp_path):
     words = ["audit", *arguments]
     done = CliRunner().invoke(
         main.app, [*words, "--output", str(tmp_path / "out")], env={"COLUMNS": "200"}
     )
     assert done.exit_code == 2
-    assert said in done.output
+    assert message in done.output
     assert not (tmp_path / "out").exists()
 
 

@@ -36,6 +36,7 @@ def sums_of_canaries(present):
 
 
 def bound_and_reported(confidence):
+    """Return the lower bound on ε that canaries show, and the ε that the accountant reports."""
     release = Release(
         sampling=FEW, noise_multiplier=NOISE, relation=NeighboringRelation.ADD_OR_REMOVE_ONE
     )

@@ -100,7 +100,7 @@ def test_bounds_that_hold_together_are_lower(bound):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"delta": 1.0}, "delta"),
         ({"confidence": 1.0}, "confidence"),
@@ -110,9 +110,9 @@ def test_bounds_that_hold_together_are_lower(bound):
     ],
 )
 @two_worlds
-def test_unfit_arguments_are_named(bound, change, said):
+def test_unfit_arguments_are_named(bound, change, message):
     arguments = {"without": [0.0] * 8, "present": [1.0] * 8, "delta": DELTA, "confidence": 0.9}
     arguments |= change
     worlds = arguments.pop("without"), arguments.pop("present")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         bound(*worlds, BoundTerms(**arguments))

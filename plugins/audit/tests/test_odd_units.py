@@ -62,6 +62,7 @@ def silo(canary):
 
 
 def of_users():
+    """Return a plan for whole users, with everybody in every round."""
     return ReleasePlan(
         sampling=FullParticipation(OTHERS + 1),
         clipping_norm=1.0,
@@ -72,6 +73,7 @@ def of_users():
 
 
 def group():
+    """Return a strategy of ULDP-GROUP with groups of one record."""
     local = DpSgdTraining(
         steps=1,
         sampling_rate=1.0,
@@ -87,6 +89,7 @@ def group():
 
 
 def clipped_steps():
+    """Return a strategy whose local steps are clipped and noised."""
     plan = RecordLevelPlan(
         sampling=FullParticipation(2),
         clipping_norm=1e3,
@@ -186,6 +189,7 @@ OF_RECORDS = RecordLevelPlan(
 
 
 def of_clients(**changes):
+    """Return a plan for clients, with everybody in every round."""
     terms = {
         "sampling": FullParticipation(CLIENTS),
         "clipping_norm": 0.5,

@@ -124,6 +124,7 @@ def unwatched(patch, experiment):
 
 
 def one_pass_is_taken(model):
+    """Return True if a model's clipped gradient takes one pass."""
     task = Task(model=model, data=lambda client: None, loss=loss, device="cpu")
     gradient = ClippedGradient(task, ["layer.weight"], clipping_norm=1.0)
     data = silo([]).train

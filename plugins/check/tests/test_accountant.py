@@ -5,49 +5,19 @@ import math
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.clientapp.mod import fixedclipping_mod
 from flwr.serverapp import (
     GaussianPrivacyEvent,
-    Grid,
     NeighboringRelation,
     PrivacyAccountant,
-    PrivacyConfig,
     RdpAccountant,
-    SamplingMethod,
-    ServerApp,
-)
-from flwr.serverapp.exception import PrivacyBudgetExhausted
-from flwr.serverapp.strategy import (
-    DifferentialPrivacyClientSideFixedClipping,
-    DifferentialPrivacyServerSideFixedClipping,
-    FedAvg,
 )
 
 from flower_ext import privacy
-from flower_ext.federation import InProcessGrid, run_in_process
 from flower_ext.privacy import Budget, Guarantee, Ledger, gaussian_loss
 from flower_ext.privacy.ledger import LedgerCorrupt
 from flower_ext_check.accountant import PldAccountant
+from plugins.check.tests.flower_noise import DELTA, POPULATION, config
 from tests.support.losses import privacy_loss
-
-DELTA, POPULATION = 1e-5, 100
-KINDS = {
-    "no-amplification": NeighboringRelation.ADD_OR_REMOVE_ONE,
-    "poisson": NeighboringRelation.ADD_OR_REMOVE_ONE,
-    "without-replacement": NeighboringRelation.REPLACE_ONE,
-}
-
-
-def config(kind: str = "no-amplification", population=POPULATION, **more) -> PrivacyConfig:
-    return PrivacyConfig(
-        target_delta=DELTA,
-        population_size=population,
-        neighboring_relation=KINDS[kind],
-        sampling_method=SamplingMethod(kind),
-        **more,
-    )
 
 
 def accountant(**more) -> PldAccountant:
@@ -70,10 +40,7 @@ def gaussian_delta(noise: float, releases: int, epsilon: float) -> float:
     )
 
 
-# ε ----------------------------------------------------------------------------------------------
-
-
-def test_it_has_all_that_flowers_protocol_names():
+def test_the_accountant_has_every_method_of_flowers_protocol():
     names = [n for n in vars(PrivacyAccountant) if not n.startswith("_")]
     assert len(names) == 9
     assert all(hasattr(PldAccountant, name) for name in names)
@@ -124,8 +91,8 @@ def test_two_neighbours_refute_flowers_accountant_for_sampled_replacement():
     seen = np.linspace(-60.0, 60.0, 1_000_001)
 
     def density(sent):
-        own, nothing = (np.exp(-((seen - at) ** 2) / (2 * noise**2)) for at in (sent, 0.0))
-        return (rate * own + (1 - rate) * nothing) / (noise * math.sqrt(2 * math.pi))
+        own_density, nothing = (np.exp(-((seen - at) ** 2) / (2 * noise**2)) for at in (sent, 0.0))
+        return (rate * own_density + (1 - rate) * nothing) / (noise * math.sqrt(2 * math.pi))
 
     gap = density(1.0) - math.exp(0.171) * density(-1.0)
     assert np.maximum(gap, 0).sum() * (seen[1] - seen[0]) > DELTA  # so that ε > 0.171
@@ -168,9 +135,6 @@ def test_would_exceed_asks_and_changes_nothing():
     assert ours.num_releases == 2
 
 
-# What is refused --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["poisson", "without-replacement"])
 def test_amplification_by_cohorts_that_are_not_secret_is_refused(kind):
     with pytest.raises(ValueError, match=f"sampling_method='{kind}': expected 'no-ampl"):
@@ -178,7 +142,7 @@ def test_amplification_by_cohorts_that_are_not_secret_is_refused(kind):
 
 
 @pytest.mark.parametrize(
-    ("act", "said"),
+    ("act", "message"),
     [
         (lambda a: a.compose(event(population=50)), "population_size=50"),
         (lambda a: a.would_exceed(event(population=50), 1.0), "population_size=50"),
@@ -193,9 +157,9 @@ def test_amplification_by_cohorts_that_are_not_secret_is_refused(kind):
         (lambda a: a.get_delta(-1.0), "epsilon=-1.0"),
     ],
 )
-def test_what_means_nothing_is_refused_by_name_and_charges_nothing(act, said):
+def test_meaningless_arguments_are_refused_at_no_charge(act, message):
     ours = accountant()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         act(ours)
     assert ours.num_releases == 0
 
@@ -204,9 +168,6 @@ def test_a_ledger_with_a_separate_budget_is_refused(tmp_path):
     ledger = Ledger(tmp_path / "l", budget=Budget(epsilon=1.0, delta=DELTA))
     with pytest.raises(ValueError, match="max_epsilon"):
         PldAccountant(config(), ledger=ledger)
-
-
-# State and ledger -------------------------------------------------------------------------------
 
 
 def filled() -> PldAccountant:
@@ -236,7 +197,7 @@ def changed(**facts):
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "message"),
     [
         ({}, "releases"),
         ({"releases": None}, "state of the accountant"),
@@ -246,10 +207,10 @@ def changed(**facts):
         (changed(release=OTHER.to_dict()), "of another configuration"),
     ],
 )
-def test_a_state_of_something_else_is_refused_and_changes_nothing(state, said):
+def test_a_state_of_something_else_is_refused_and_changes_nothing(state, message):
     ours = filled()
     before = ours.state_dict()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         ours.load_state_dict(state)
     assert ours.state_dict() == before
 
@@ -279,9 +240,6 @@ def test_a_ledger_that_misses_releases_or_holds_others_is_refused(tmp_path):
         PldAccountant(config(), ledger=other)
 
 
-# What is printed --------------------------------------------------------------------------------
-
-
 def test_the_guarantee_names_all_that_it_rests_on():
     ours = filled()
     guarantee = ours.guarantee()
@@ -291,139 +249,3 @@ def test_the_guarantee_names_all_that_it_rests_on():
     for word in ("one client", "released models", "not cryptographic", "equal", "metrics", "1e-05"):
         assert word in text
     assert Guarantee.from_dict(json.loads(json.dumps(guarantee.to_dict()))) == guarantee
-
-
-# Flower's strategy, really run ------------------------------------------------------------------
-
-CLIENTS, NORM = 4, 1.0
-
-
-def app(
-    model=lambda received, partition: {n: a + 1.0 for n, a in received.items()},
-    sizes=None,
-    mods=None,
-):
-    client = ClientApp(mods=mods)
-
-    @client.train()
-    def _(message: Message, context: Context) -> Message:
-        partition = int(context.node_config["partition-id"])
-        received = {n: a.numpy() for n, a in message.content["arrays"].items()}
-        arrays = {n: Array(np.asarray(a)) for n, a in model(received, partition).items()}
-        metrics = MetricRecord({"num-examples": sizes[partition] if sizes else 1})
-        content = RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics})
-        return Message(content, reply_to=message)
-
-    return client
-
-
-ByServer = DifferentialPrivacyServerSideFixedClipping
-ByClients = DifferentialPrivacyClientSideFixedClipping
-
-
-def flowers_strategy(accounted=None, noise=1.0, kind=ByServer):
-    plain = FedAvg(fraction_evaluate=0.0, min_train_nodes=CLIENTS, min_available_nodes=CLIENTS)
-    return kind(plain, noise, NORM, CLIENTS, accountant=accounted)
-
-
-def start(**arrays) -> ArrayRecord:
-    arrays = arrays or {"w": np.zeros(50, np.float32)}
-    return ArrayRecord({name: Array(array) for name, array in arrays.items()})
-
-
-@pytest.mark.parametrize(("kind", "mods"), [(ByServer, []), (ByClients, [fixedclipping_mod])])
-def test_a_real_run_ends_before_the_round_that_would_exceed_the_budget(kind, mods, tmp_path):
-    allowed = gaussian_loss(1.0, releases=3, delta=DELTA).epsilon
-    ledger, trained, released = Ledger(tmp_path / "ledger.jsonl"), [], []
-    ours = PldAccountant(config(population=CLIENTS, max_epsilon=allowed), ledger=ledger)
-
-    def model(received, partition):
-        trained.append(partition)
-        return {n: a + 1.0 for n, a in received.items()}
-
-    server = ServerApp()
-
-    @server.main()
-    def _(grid: Grid, context: Context) -> None:
-        flowers_strategy(ours, kind=kind).start(
-            grid, start(), num_rounds=5, evaluate_fn=lambda n, arrays: released.append(n)
-        )
-
-    with pytest.raises(PrivacyBudgetExhausted, match="would exceed max_epsilon"):
-        run_in_process(server, app(model, mods=mods), num_clients=CLIENTS)
-    assert len(trained) == 3 * CLIENTS
-    assert released == [0, 1, 2, 3]
-    assert ours.num_releases == ledger.releases == 3
-    assert ours.guarantee().epsilon <= allowed
-
-
-def test_a_release_that_cannot_be_written_down_is_not_made(tmp_path):
-    ledger, released = Ledger(tmp_path / "ledger.jsonl"), []
-    ours = PldAccountant(config(population=CLIENTS), ledger=ledger)
-    ledger.close()
-    with pytest.raises(RuntimeError, match="was closed"):
-        flowers_strategy(ours).start(
-            InProcessGrid(app(), CLIENTS),
-            start(),
-            num_rounds=1,
-            evaluate_fn=lambda n, arrays: released.append(n),
-        )
-    assert released == [0]
-    assert ours.num_releases == 0
-
-
-def test_a_round_that_lacks_a_reply_releases_and_charges_nothing():
-    def model(received, partition):
-        if partition == 1:
-            raise ValueError
-        return received
-
-    ours = PldAccountant(config(population=CLIENTS))
-    result = flowers_strategy(ours).start(InProcessGrid(app(model), CLIENTS), start(), num_rounds=1)
-    assert not result.train_metrics_clientapp
-    assert ours.num_releases == 0
-
-
-# What docs/flower-privacy.md says of Flower's strategies ----------------------------------------
-
-
-def released_by_flower(client: ClientApp, initial: ArrayRecord, accounted=None):
-    strategy = flowers_strategy(accounted, noise=1e-6)
-    return strategy.start(InProcessGrid(client, CLIENTS), initial, num_rounds=1).arrays
-
-
-def test_flower_does_not_clip_an_array_without_a_dimension():
-    initial = start(t=np.array(0.0, np.float32), w=np.zeros(3, np.float32))
-    loud = app(lambda received, p: {"t": received["t"] + 4e3, "w": received["w"]})
-    moved = released_by_flower(loud, initial)["t"].numpy()
-    assert moved > 1e3 * NORM
-
-
-def test_flower_lets_nan_through_to_everybody():
-    one = app(lambda r, p: {"w": r["w"] + (np.nan if p == 1 else 1.0)})
-    assert np.isnan(released_by_flower(one, start())["w"].numpy()).all()
-
-
-def test_flower_ends_with_a_division_by_zero_where_a_client_learned_nothing():
-    still = app(lambda received, partition: received)
-    with pytest.raises(ZeroDivisionError):
-        released_by_flower(still, start())
-
-
-def test_flower_weighs_by_examples_without_an_accountant_and_ends_with_one():
-    sizes = [1000, 1, 1, 1]
-    one = app(lambda r, p: {"w": r["w"] + (10.0 if p == 0 else 1e-6)}, sizes)
-    moved = released_by_flower(one, start())["w"].numpy()
-    assert np.linalg.norm(moved) == pytest.approx(NORM, rel=0.02)  # and not NORM / CLIENTS
-    ours = PldAccountant(config(population=CLIENTS))
-    with pytest.raises(ValueError, match="equal client weights"):
-        released_by_flower(one, start(), ours)
-
-
-def test_flower_accounts_a_client_without_clipping_mod_as_clipped():
-    ours = PldAccountant(config(population=CLIENTS))
-    strategy = flowers_strategy(ours, noise=1e-6, kind=ByClients)
-    loud = app(lambda r, p: {"w": r["w"] + (1e3 if p == 0 else 0.0)})
-    result = strategy.start(InProcessGrid(loud, CLIENTS), start(), num_rounds=1)
-    assert np.linalg.norm(result.arrays["w"].numpy()) > 1e3 * NORM
-    assert ours.num_releases == 1

@@ -29,7 +29,7 @@ def test_a_fab_with_an_unprovable_claim_exits_with_3_and_json(tmp_path):
     assert (result["clients"], result["rounds"], result["planned_rounds"]) == (4, 1, 5)
 
 
-def test_what_is_no_app_is_refused_with_status_2(tmp_path):
+def test_a_folder_without_an_app_exits_with_status_2(tmp_path):
     done = _typed(tmp_path)
     assert done.exit_code == 2
     assert "pyproject.toml" in done.stderr

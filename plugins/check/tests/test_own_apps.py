@@ -36,6 +36,7 @@ ADAM = {"server-optimizer": "adam", "server-learning-rate": 0.1, "server-tau": 0
 
 
 def _of(app: apps.App, clients: int, **groups: dict[str, Any]) -> dict[str, Case]:
+    """Return cases of an app by name, each with its settings."""
     return {
         f"{app.folder.name}, {name.replace('_', ' ')}": Case(
             app=app, clients=clients, settings=settings

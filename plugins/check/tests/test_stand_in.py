@@ -1,3 +1,5 @@
+"""Random data stand in for an app's data that fail to load."""
+
 import numpy as np
 import pytest
 from check_apps import write_app

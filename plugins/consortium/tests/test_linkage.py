@@ -52,7 +52,7 @@ def test_another_identifier_is_another_person(other):
     assert FORM.of(other) != FORM.of(("Müller", "Anna", "1980-03-01"))
 
 
-def test_the_strasse_of_a_silo_that_writes_ss_is_the_same():
+def test_eszett_and_ss_give_one_pseudonym():
     assert FORM.of(("Straße", "A", "1980-03-01")) == FORM.of(("STRASSE", "a", "1980-03-01"))
 
 

@@ -64,7 +64,7 @@ def values_of(method, plan, model, text=TEXT):
     results = estimates(
         read_statistics(text), model, method=method, plan=plan, rng=np.random.default_rng(0)
     )
-    return [[each.value for each in own] for own in results.values()]
+    return [[each.value for each in values] for values in results.values()]
 
 
 @pytest.mark.parametrize("placement", ["client", SecureSum()])
@@ -137,7 +137,7 @@ def test_the_noise_is_that_of_the_plan():
     results = estimates(
         read_statistics(text), model, method=method, plan=plan, rng=np.random.default_rng(0)
     )
-    errors = [each.standard_error for own in results.values() for each in own]
+    errors = [each.standard_error for values in results.values() for each in values]
     assert abs(np.mean(errors) / sigma - 1) < 0.02
 
 

@@ -54,8 +54,8 @@ def test_no_record_makes_a_part_longer_than_one(rows):
 def test_no_bit_of_a_units_part_depends_on_other_units(units):
     names = ("age", "sex", "days", "event")
     tables = [examples(dict(zip(names, np.array(rows).T, strict=True))) for rows in units]
-    for own, table in zip(JOINT.parts(tables), tables, strict=True):
-        np.testing.assert_array_equal(own, JOINT.part(table))
+    for part, table in zip(JOINT.parts(tables), tables, strict=True):
+        np.testing.assert_array_equal(part, JOINT.part(table))
 
 
 @given(ANY_ROW)

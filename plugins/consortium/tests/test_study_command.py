@@ -93,12 +93,12 @@ def test_a_linked_table_is_kept_until_its_source_changes(study, tmp_path):
     output, source = tmp_path / "linked" / "0.csv", tmp_path / "north.csv"
     assert "2 rows of 2 people" in study(mistake)[1]
     output.write_text("kept")
-    now = source.stat().st_mtime
-    os.utime(output, (now + 1000, now + 1000))
+    modified = source.stat().st_mtime
+    os.utime(output, (modified + 1000, modified + 1000))
     study(mistake)
     assert output.read_text() == "kept"
     source.write_text("name,age\nAda,5\nBea,six\n")
-    os.utime(source, (now + 2000, now + 2000))
+    os.utime(source, (modified + 2000, modified + 2000))
     assert "1 of 2 values are not numbers" in study(mistake)[1]
     assert "six" in output.read_text()
 
@@ -109,10 +109,10 @@ def test_a_linked_table_is_made_anew_if_the_people_are_numbered_anew(study, tmp_
     of_union = ("buckets = 10", 'numbers = "numbers.csv"')
     study(mistake)
     output.write_text("kept")
-    now = output.stat().st_mtime
-    os.utime(output, (now + 1000, now + 1000))
+    modified = output.stat().st_mtime
+    os.utime(output, (modified + 1000, modified + 1000))
     numbers.write_text("")
-    os.utime(numbers, (now + 2000, now + 2000))
+    os.utime(numbers, (modified + 2000, modified + 2000))
     assert "kept" not in study(mistake, of_union)[1]
 
 

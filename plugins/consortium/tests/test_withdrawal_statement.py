@@ -63,23 +63,23 @@ def test_a_statement_counts_what_was_charged_before_the_withdrawal_and_nothing_a
     withdrawal.withdraw(path, USER, [7])
     spend(path, "a", rounds=2, start=4)
     spend(path, "b")
-    said = withdrawal_statement.statement(path, USER, [7])
-    (line,) = said["runs"]
+    statement = withdrawal_statement.statement(path, USER, [7])
+    (line,) = statement["runs"]
     expected = gaussian_loss(5.0, releases=3, delta=DELTA).epsilon
     assert (line["name"], line["releases"]) == ("a", 3)
     assert line["epsilon"] == pytest.approx(expected)
-    assert said["all runs together"].startswith(f"ε = {epsilon_text(expected)}")
+    assert statement["all runs together"].startswith(f"ε = {epsilon_text(expected)}")
 
 
 def test_a_run_without_guarantee_has_a_statement_that_claims_nothing(path):
     spend(path, "a")
     note_disclosure(path, run="b", method="FedAvg", name="b", what="training without noise")
     withdrawal.withdraw(path, USER, [7])
-    said = withdrawal_statement.statement(path, USER, [7])
-    by_run = {line["name"]: line["claim"] for line in said["runs"]}
-    assert by_run["b"] == said["all runs together"] == "nothing can be claimed"
+    statement = withdrawal_statement.statement(path, USER, [7])
+    by_run = {line["name"]: line["claim"] for line in statement["runs"]}
+    assert by_run["b"] == statement["all runs together"] == "nothing can be claimed"
     assert by_run["a"].startswith("ε = ")
-    assert "training without noise" in said["not claimed"]
+    assert "training without noise" in statement["not claimed"]
 
 
 def claim(epsilon: float) -> Guarantee:
@@ -120,9 +120,9 @@ def test_two_numbers_of_one_person_are_a_group_of_two(path, rate):
 def test_clients_in_a_study_of_records_get_no_claim_for_all_records(path):
     spend(path, "a", unit=PrivacyUnit.RECORD)
     withdrawal.withdraw(path, PrivacyUnit.CLIENT, [3])
-    said = withdrawal_statement.statement(path, PrivacyUnit.CLIENT, [3])
-    assert said["runs"][0]["claim"].startswith("nothing can be claimed")
-    assert said["all runs together"] == "nothing can be claimed"
+    statement = withdrawal_statement.statement(path, PrivacyUnit.CLIENT, [3])
+    assert statement["runs"][0]["claim"].startswith("nothing can be claimed")
+    assert statement["all runs together"] == "nothing can be claimed"
 
 
 def test_a_statement_is_not_verified_without_a_public_key(tmp_path):
@@ -143,9 +143,9 @@ def test_the_command_line_verifies_a_signed_statement_and_refuses_a_changed_one(
     file = path.with_name("statement.json")
     done = call("withdraw", "--user", "7", "--ledger", str(path), "-o", str(file))
     assert done.exit_code == 0, done.output
-    said = json.loads(file.read_text())
+    statement = json.loads(file.read_text())
     assert "unlearn" not in file.read_text() + done.output
-    key = said["public key"]
+    key = statement["public key"]
     assert key in "".join(done.output.split())
     good = call("withdraw", "--verify", str(file), "--public-key", key)
     assert "The signature holds" in good.output
@@ -153,8 +153,8 @@ def test_the_command_line_verifies_a_signed_statement_and_refuses_a_changed_one(
     other = call("withdraw", "--verify", str(file), "--public-key", "00" * 32)
     assert other.exit_code == 2
     assert "another key" in " ".join(other.stderr.split())
-    said["runs"][0]["epsilon"] /= 2
-    file.write_text(json.dumps(said))
+    statement["runs"][0]["epsilon"] /= 2
+    file.write_text(json.dumps(statement))
     changed = call("withdraw", "--verify", str(file), "--public-key", key)
     assert changed.exit_code == 2
     assert "signature" in changed.stderr

@@ -140,13 +140,13 @@ def _visible(policy: GuardPolicy) -> list[str]:
     interpreter = Path(sys.executable).resolve().parents[1]
     # The first entry of sys.path is the folder of the command, or the current directory.
     folders = [Path(path) for path in sys.path[1:] if path and Path(path) != Path.cwd()]
-    packages = [path for folder in folders for path in _packages_in(folder)]
+    packages = [path for folder in folders for path in packages_in(folder)]
     ours = (Path(__file__).parent, Path(flower_ext.__file__).parent)
     python = (sys.prefix, sys.base_prefix, interpreter, *ours, *packages)
     return [*_SYSTEM, *map(str, python), *policy.readable]
 
 
-def _packages_in(folder: Path) -> list[Path]:
+def packages_in(folder: Path) -> list[Path]:
     """Return the paths that let an app import the packages in a folder."""
     if not any((folder / name).exists() for name in ("pyproject.toml", "setup.py", ".git")):
         return [folder]

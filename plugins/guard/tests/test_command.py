@@ -11,7 +11,7 @@ from guarding import write_policy, write_sum_policy
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import privacy_loss_of
 from flower_ext_guard import command, hostile_app
-from flower_ext_guard.app_process import _packages_in, check_hidden, check_isolation
+from flower_ext_guard.app_process import check_hidden, check_isolation, packages_in
 from flower_ext_guard.command import costs, uncovered
 from flower_ext_guard.policy import read_policy
 from tests.support.identities import write_identities
@@ -91,5 +91,5 @@ def test_an_app_sees_a_checkouts_packages_and_no_other_files(tmp_path):
     for path in ("pyproject.toml", ".git/config", "ours/__init__.py", "module.py", "notes/a.txt"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text("")
-    assert {path.name for path in _packages_in(tmp_path)} == {"ours", "module.py"}
-    assert _packages_in(tmp_path / "ours") == [tmp_path / "ours"]
+    assert {path.name for path in packages_in(tmp_path)} == {"ours", "module.py"}
+    assert packages_in(tmp_path / "ours") == [tmp_path / "ours"]

@@ -33,6 +33,7 @@ def noise_quartered(patch):
 
 
 def clipping_missing(patch):
+    """Plant a fault: the guard does not clip."""
     patch.setattr(
         release,
         "bounded_update",
@@ -41,6 +42,7 @@ def clipping_missing(patch):
 
 
 def clipping_after_the_noise(patch):
+    """Plant a fault: the guard clips after it adds the noise."""
     real = NoiseSource.add_gaussian
     clipping_missing(patch)
     patch.setattr(
@@ -51,6 +53,7 @@ def clipping_after_the_noise(patch):
 
 
 def numbers_clipped_one_by_one(patch):
+    """Plant a fault: the guard clips each number instead of the norm."""
     patch.setattr(
         release,
         "bounded_update",

@@ -44,6 +44,7 @@ def node():
 
 
 def guard_of(node, path, **values):
+    """Return a guard between a node and its apps; its log is in ``lines``."""
     policy = read_policy(write_policy(path / "site" / "guard.toml", **values))
     runtime = Runtime(node.address, root_certificates=None, secret=b"secret")
     lines = []
@@ -109,6 +110,7 @@ def world(tmp_path):
 
 
 def check_only_a_noised_update(reply):
+    """Check that a reply holds a noised update and constants, and nothing else."""
     assert reply.has_content()
     assert set(reply.content) == {"arrays", "metrics"}
     assert dict(reply.content["metrics"]) == CONSTANTS
@@ -163,7 +165,7 @@ def test_no_way_out_leads_past_the_noise(node, tmp_path, world, way, end):
     assert not any("flower_ext_guard.child" in " ".join(each.cmdline()) for each in children)
 
 
-def test_without_isolation_the_same_ways_do_lead_out(node, tmp_path, world):
+def test_without_isolation_the_same_attacks_succeed(node, tmp_path, world):
     way = "through-a-socket through-a-unix-socket through-a-shared-file"
     guard = guard_of(node, tmp_path, isolation="none")
     node.send(way=way, **world.config)

@@ -154,7 +154,7 @@ def test_of_a_hostile_app_the_server_gets_nothing_but_masked_bytes(sites, way):
         ({}, {"epsilon": 1.0}, "budget of this site is spent"),
     ],
 )
-def test_what_the_policy_forbids_is_refused_by_name_at_no_cost(sites, plan, demands, words):
+def test_requests_that_the_policy_forbids_are_refused_at_no_cost(sites, plan, demands, words):
     grid = sites(**demands)
     with pytest.raises((FederationNotReady, RuntimeError)) as failure:
         run(grid, **plan)

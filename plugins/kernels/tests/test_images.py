@@ -173,10 +173,10 @@ def test_no_bit_depends_on_other_jobs_or_threads(model, threads, compiled):
         together = train_many(problem(model), jobs(model, WAYS["all"]))
     finally:
         torch.set_num_threads(usual)
-    for number, own in enumerate(together):
+    for number, trained in enumerate(together):
         job = jobs(model, WAYS["all"])[number]
         ((_, rows),) = train_groups(problem(model), [job], batch_invariant=True)
-        for name, value in own.items():
+        for name, value in trained.items():
             assert torch.equal(value, rows[name][0])
     assert len(compiled) == 8
 
@@ -259,15 +259,15 @@ def test_a_large_network_alone_is_left_to_many_threads(monkeypatch):
     layers = nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 1024, 10)
     model = nn.Sequential(*layers)
     (job,) = jobs(lambda: model, SGD, sizes=(2,), shape=(3, 32, 32))
-    found = network.form_for(problem(lambda: model), job)
-    assert found.gains_alone(job)
+    form = network.form_for(problem(lambda: model), job)
+    assert form.gains_alone(job)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    assert not found.gains_alone(job)
+    assert not form.gains_alone(job)
 
 
 def test_working_memory_stays_within_its_limit():
     made = jobs(Usual, replace(SGD, batch_size=12))
-    found = network.form_for(problem(Usual), made[0])
-    needed = found._working(made[2])
-    assert sorted(chain.from_iterable(found.groups(made, needed))) == [0, 1, 2, 3]
-    assert sorted(chain.from_iterable(found.groups(made, needed - 1))) == [0, 1, 3]
+    form = network.form_for(problem(Usual), made[0])
+    needed = form._working(made[2])
+    assert sorted(chain.from_iterable(form.groups(made, needed))) == [0, 1, 2, 3]
+    assert sorted(chain.from_iterable(form.groups(made, needed - 1))) == [0, 1, 3]

@@ -79,15 +79,15 @@ def test_without_a_home_folder_machine_code_is_kept_beside_the_package(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("script", "said"), [("echo no numba >&2; exit 1", "no numba"), (None, "No such file")]
+    ("script", "message"), [("echo no numba >&2; exit 1", "no numba"), (None, "No such file")]
 )
-def test_a_compiler_that_fails_is_an_error_with_its_reason(script, said, tmp_path, monkeypatch):
+def test_a_compiler_that_fails_is_an_error_with_its_reason(script, message, tmp_path, monkeypatch):
     program = tmp_path / "python"
     if script is not None:
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(stat.S_IRWXU)
     monkeypatch.setattr(sys, "executable", str(program))
-    with pytest.raises(native.NotCompiled, match=said):
+    with pytest.raises(native.NotCompiled, match=message):
         native.compile_and_keep([tmp_path / "nowhere"])
 
 

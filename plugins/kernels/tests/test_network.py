@@ -233,12 +233,12 @@ def test_a_class_that_does_more_than_its_layers_show_is_not_compiled(model, clie
 @pytest.mark.parametrize(("threads", "gains"), [(1, True), (2, True), (3, True), (16, False)])
 def test_large_layers_alone_are_left_to_many_threads(threads, gains, monkeypatch):
     (job, *_) = jobs(digits_mlp)
-    found = network.form_for(task(digits_mlp), job)
-    least = found.size * job.training.batch_size
+    form = network.form_for(task(digits_mlp), job)
+    least = form.size * job.training.batch_size
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert found.gains_alone(job)
+    assert form.gains_alone(job)
     monkeypatch.setattr(network, "_MOST_ON_MANY", least if threads < 4 else least - 1)
-    assert found.gains_alone(job) == gains
+    assert form.gains_alone(job) == gains
 
 
 @pytest.mark.parametrize("way", ["plain", "momentum", "sam", "all"])
@@ -348,12 +348,12 @@ def test_few_models_are_held_at_a_time(compiled):
 
 def test_what_dropout_draws_takes_room_too(compiled, monkeypatch):
     made = jobs(normed_between, SGD, [9, 4, 40, 12])
-    found = network_of(normed_between, 64)
-    small, large = found.size + 2 * found._draws(made[0]), 2 * found._draws(made[2])
-    assert found.groups(made, 16 * small) == [[0], [1], [2], [3]]
-    assert found.groups(made, 16 * 2 * small) == [[0, 1], [2], [3]]
+    form = network_of(normed_between, 64)
+    small, large = form.size + 2 * form._draws(made[0]), 2 * form._draws(made[2])
+    assert form.groups(made, 16 * small) == [[0], [1], [2], [3]]
+    assert form.groups(made, 16 * 2 * small) == [[0, 1], [2], [3]]
     monkeypatch.setattr(network, "_MOST_DRAWN", large - 1)
-    assert found.groups(made, 2**30) == [[0, 1, 3]]
+    assert form.groups(made, 2**30) == [[0, 1, 3]]
     slow = replace(SGD, learning_rate=0.05)
     ours = train_many(task(normed_between), jobs(normed_between, slow, [9, 4, 40, 12]))
     expected = jobs(normed_between, slow, [9, 4, 40, 12])
@@ -519,11 +519,11 @@ def test_what_compiled_code_does_not_know_is_left_to_others(change):
         made[-1] = replace(last, examples=Examples(x.double(), y))
     else:
         made[-1] = replace(last, params={n: p.double() for n, p in last.params.items()})
-    found = network.form_for(given, made[0])
+    form = network.form_for(given, made[0])
     if change == "loss":
-        assert found is None
+        assert form is None
     else:
-        assert found.takes(made) == [True] * (len(made) - 1) + [False]
+        assert form.takes(made) == [True] * (len(made) - 1) + [False]
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ class LatticeWorld:
         noise = facts.noise_stddev * rng.standard_normal((facts.silos, facts.coordinates))
         return updates, noise
 
-    def own(self, silo: int, updates: np.ndarray) -> dict[int, np.ndarray]:
+    def updates_of(self, silo: int, updates: np.ndarray) -> dict[int, np.ndarray]:
         """Return the updates of the users that have records in ``silo``."""
         return {int(user): updates[silo, user] for user in np.flatnonzero(self.counts[silo])}
 
@@ -105,7 +105,7 @@ class LatticeWorld:
 
     def weigh(self, opening, updates, noise) -> list[LatticeSum]:
         return [
-            weigh(silo, opening, self.own(i, updates), noise[i])
+            weigh(silo, opening, self.updates_of(i, updates), noise[i])
             for i, silo in enumerate(self.silos)
         ]
 

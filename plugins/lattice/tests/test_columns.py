@@ -53,8 +53,8 @@ class Watch:
     def drawn(self, world, message):
         """Return the drawn places."""
         taken = opened_columns(world.silos[1], message)
-        own = zip(self.made.drawn, taken, strict=True)
-        return [place for place, (drawn, (column, _)) in enumerate(own) if drawn[column]]
+        pairs = zip(self.made.drawn, taken, strict=True)
+        return [place for place, (drawn, (column, _)) in enumerate(pairs) if drawn[column]]
 
 
 @pytest.fixture
@@ -77,8 +77,8 @@ def test_the_sum_is_that_of_the_users_whom_all_silos_took(world, watch, rng):
 @pytest.mark.full
 @pytest.mark.parametrize(("hits", "choices"), [(1, 2), (1, 4), (3, 4)])
 def test_each_user_is_drawn_with_the_probability_of_the_plan(hits, choices, watch):
-    own = facts(users=8, silos=2, draw_choices=choices, winning_choices=hits)
-    world = LatticeWorld(own, np.full((2, 8), 3))
+    settings = facts(users=8, silos=2, draw_choices=choices, winning_choices=hits)
+    world = LatticeWorld(settings, np.full((2, 8), 3))
     samples = [watch.drawn(world, world.begin(number).weights) for number in range(1, 11)]
     counts = np.array([[place in sample for place in range(8)] for sample in samples])
     assert stats.binomtest(int(counts.sum()), counts.size, hits / choices).pvalue > 1e-6
@@ -115,8 +115,8 @@ def server_guesses(monkeypatch, settings, receiver_of=draw_receiver):
         patch.setattr("secrets.SystemRandom", Watched)
         sealed = columns.seal_columns(settings, made, sender, chosen.answer)
     taken = columns.open_columns(chosen, sealed)
-    drawn = [own[column] for own, (column, _) in zip(made.drawn, taken, strict=True)]
-    return sum((0 in own) == y for own, y in zip(hits, drawn, strict=True))
+    drawn = [is_drawn[column] for is_drawn, (column, _) in zip(made.drawn, taken, strict=True)]
+    return sum((0 in is_drawn) == y for is_drawn, y in zip(hits, drawn, strict=True))
 
 
 def test_the_server_learns_the_draw_only_if_it_knows_the_choices(monkeypatch):
@@ -140,7 +140,9 @@ def guesses(settings, monkeypatch, made=None):
     chosen = draw_receiver(settings, bytes(32), 1, sender.public)
     sealed = columns.seal_columns(settings, order, sender, chosen.answer)
     taken = columns.open_columns(chosen, sealed)
-    return sum(own[column] == column for own, (column, _) in zip(order.drawn, taken, strict=True))
+    return sum(
+        drawn[column] == column for drawn, (column, _) in zip(order.drawn, taken, strict=True)
+    )
 
 
 def test_a_silos_column_does_not_reveal_the_drawn_users(monkeypatch):
@@ -158,22 +160,24 @@ def test_a_silos_column_does_not_reveal_the_drawn_users(monkeypatch):
 def test_a_silo_can_open_one_column_of_one_entry_of_each_user(world):
     """Other entries, opened with the silo's keys, give numbers that are not in the table."""
     message = world.begin(1).weights
-    silo, own = world.silos[0], world.settings
+    silo, settings = world.silos[0], world.settings
     q, constants = ring.PRIMES[0].value, silo.opened(message)._constants[0]
-    table = {int(w) % q for w in weights.weight_table(own.table_size)}
+    table = {int(w) % q for w in weights.weight_table(settings.table_size)}
     candidates = table | {-w % q for w in table}
-    raw = np.frombuffer(message.sealed, np.uint8).reshape(own.users, own.table_size, 2, ENTRY)
+    raw = np.frombuffer(message.sealed, np.uint8).reshape(
+        settings.users, settings.table_size, 2, ENTRY
+    )
     label = weights._label(message.epoch, message.nonce)
     for place, (column, key) in enumerate(opened_columns(silo, message)):
         shift = silo.shifts[place]
         entry_key = silo._entry_keys[place]
-        of_column = weights._column_pad(own, key, label, place)
-        for choice in range(own.table_size):
-            pads = weights._pad(own, entry_key, label, place, choice)
+        of_column = weights._column_pad(settings, key, label, place)
+        for choice in range(settings.table_size):
+            pads = weights._pad(settings, entry_key, label, place, choice)
             pads = np.frombuffer(pads, np.uint8).reshape(2, ENTRY)
             for other in range(2):
-                found = raw[place, choice, other] ^ pads[other] ^ of_column[choice]
-                word = int.from_bytes(found[:6].tobytes(), "little")
+                opened_weights = raw[place, choice, other] ^ pads[other] ^ of_column[choice]
+                word = int.from_bytes(opened_weights[:6].tobytes(), "little")
                 difference = (word - int(constants[place])) % q
                 if (choice, other) == (shift, column):
                     assert difference == 0
@@ -183,19 +187,19 @@ def test_a_silo_can_open_one_column_of_one_entry_of_each_user(world):
 
 def test_a_silo_cannot_open_the_columns_that_it_did_not_choose(world):
     message = world.begin(1).weights
-    silo, own = world.silos[1], world.settings
-    chosen = draw_receiver(own, silo.seed, message.epoch, message.offer)
-    for user in range(own.users):
-        other = draw_receiver(own, silo.seed, message.epoch, message.offer)
+    silo, settings = world.silos[1], world.settings
+    chosen = draw_receiver(settings, silo.seed, message.epoch, message.offer)
+    for user in range(settings.users):
+        other = draw_receiver(settings, silo.seed, message.epoch, message.offer)
         other.choices[user] = (chosen.choices[user] + 1) % 3
         with pytest.raises(InvalidValue, match="sealed texts"):
             columns.open_columns(other, message.sealed_columns)
 
 
 def test_choices_are_fresh_in_every_epoch_even_for_the_same_offer(world):
-    own, seed = facts(users=200), world.silos[0].seed
+    settings, seed = facts(users=200), world.silos[0].seed
     public = Sender(b"run").public
-    first, second = (draw_receiver(own, seed, epoch, public).choices for epoch in (1, 2))
+    first, second = (draw_receiver(settings, seed, epoch, public).choices for epoch in (1, 2))
     same = sum(a == b for a, b in zip(first, second, strict=True))
     assert stats.binomtest(same, 200, 1 / 3).pvalue > 1e-6
 
@@ -207,18 +211,21 @@ def test_the_server_receives_another_answer_of_group_elements_each_time(world):
     pieces = [a[at : at + POINT_BYTES] for a in answers for at in range(0, 160, POINT_BYTES)]
     assert len(set(pieces)) == len(pieces) == 15
     offers = [
-        of_silo for name, asked in world.asked if name == "draw" for of_silo in asked.values()
+        of_silo
+        for name, questions in world.asked
+        if name == "draw"
+        for of_silo in questions.values()
     ]
     assert [int.from_bytes(offer[:8], "big") for offer in offers] == [1, 2, 3]
 
 
 def test_weights_have_the_length_that_the_settings_say(world):
-    message, own = world.begin(1).weights, world.settings
-    assert len(message.to_bytes()) == LatticeWeights.size(own)
+    message, settings = world.begin(1).weights, world.settings
+    assert len(message.to_bytes()) == LatticeWeights.size(settings)
     assert len(message.sealed_columns) == 5 * 3 * SEALED
-    entries = 5 * own.table_size * ENTRY
+    entries = 5 * settings.table_size * ENTRY
     plain = LatticeWeights.size(lattice_settings(users=5))
-    assert LatticeWeights.size(own) == plain + entries + POINT_BYTES + 5 * 3 * SEALED
+    assert LatticeWeights.size(settings) == plain + entries + POINT_BYTES + 5 * 3 * SEALED
 
 
 def test_columns_of_another_draw_are_refused(world):

@@ -1,3 +1,5 @@
+"""Messages of private weighting over ring-LWE survive their bytes; other bytes are refused."""
+
 import numpy as np
 import pytest
 from lattice_world import LatticeWorld, draw_counts, lattice_settings

@@ -1,3 +1,5 @@
+"""Arithmetic in the ring is exact: it equals that of Python's integers."""
+
 import hashlib
 import random
 from fractions import Fraction
@@ -80,9 +82,9 @@ def test_sums_of_products_are_those_of_pythons_integers(work, prime, kind):
 
 
 def test_transforms_stay_within_the_bounds_that_exactness_needs(work):
-    for prime, own in enumerate(PRIMES):
-        q = own.value
-        for signs in (np.ones(DEGREE), np.sign(own.roots), -np.sign(own.back)):
+    for prime, modulus in enumerate(PRIMES):
+        q = modulus.value
+        for signs in (np.ones(DEGREE), np.sign(modulus.roots), -np.sign(modulus.back)):
             x = np.repeat(signs * (q // 2), LANES)
             total = np.zeros((1, GROUP))
             ring.add_products(x, np.full((1, DEGREE), float(q // 2)), total, prime)
@@ -92,10 +94,10 @@ def test_transforms_stay_within_the_bounds_that_exactness_needs(work):
 
 def test_transforms_are_undone(work):
     rng = np.random.default_rng(0)
-    for prime, own in enumerate(PRIMES):
-        polynomials = rng.integers(0, own.value, (3, DEGREE)).astype(float)
-        found = ring.inverted(ring.transformed(polynomials, prime), prime)
-        assert (found == polynomials).all()
+    for prime, modulus in enumerate(PRIMES):
+        polynomials = rng.integers(0, modulus.value, (3, DEGREE)).astype(float)
+        polynomial = ring.inverted(ring.transformed(polynomials, prime), prime)
+        assert (polynomial == polynomials).all()
 
 
 def test_switching_rounds_to_the_nearest_word_of_64_bits(work):
@@ -116,11 +118,11 @@ def test_words_split_into_residues_and_join_again(work):
     words = np.random.default_rng(0).integers(-(2**63), 2**63, 1000)
     words[:2] = -(2**63), 2**63 - 1
     residues = np.array([np.mod(ring.to_residues(words, p), PRIMES[p].q) for p in (0, 1)])
-    for own, q in zip(residues, (Q1, Q2), strict=True):
-        assert own.astype(np.int64).tolist() == [int(word) % q for word in words]
-    found = np.zeros(1000, np.int64)
-    ring.add_joined(found, residues)
-    assert (found == words).all()
+    for residue, q in zip(residues, (Q1, Q2), strict=True):
+        assert residue.astype(np.int64).tolist() == [int(word) % q for word in words]
+    polynomial = np.zeros(1000, np.int64)
+    ring.add_joined(polynomial, residues)
+    assert (polynomial == words).all()
 
 
 def test_words_of_six_bytes_are_little_endian_and_drop_high_bits():
@@ -152,9 +154,9 @@ def test_encoding_rounds_to_whole_steps_and_sums_squares(work):
     rng = np.random.default_rng(0)
     for dtype in (np.float32, np.float64):
         values = rng.standard_normal(GROUP).astype(dtype)
-        x, squares, own = np.empty(GROUP), np.zeros(512), ring.PRIMES[0]
+        x, squares, modulus = np.empty(GROUP), np.zeros(512), ring.PRIMES[0]
         nothing = np.empty((0, DEGREE)), np.empty((0, GROUP))
-        work.add_encoded(values, 2.0**30, 7.0, squares, x, *nothing, own.modulus)
-        work.invert(x, own.back, own.q, own.scale)
-        assert (x == np.mod(7 * np.rint(values.astype(float) * 2**30), own.q)).all()
+        work.add_encoded(values, 2.0**30, 7.0, squares, x, *nothing, modulus.modulus)
+        work.invert(x, modulus.back, modulus.q, modulus.scale)
+        assert (x == np.mod(7 * np.rint(values.astype(float) * 2**30), modulus.q)).all()
         assert squares.sum() == pytest.approx(np.square(values.astype(float) * 2**30).sum())

@@ -1,3 +1,5 @@
+"""Rounds of private weighting over ring-LWE give the plain weighted sum."""
+
 import dataclasses
 import hashlib
 import itertools
@@ -85,8 +87,8 @@ def test_more_products_than_fit_without_reduction_add_up(shared):
     total.add([update] * 33, [20] * 33, np.repeat(key, 33, axis=0))
     total.add([update] * 37, [20] * 37, np.repeat(key, 37, axis=0))
     first, second = total.words(noise[0], [])
-    own = LatticeSum(round_number=1, silo=0, first=first, second=second)
-    found = decrypted(world.settings, world.server._secret, [own])
+    silo_sum = LatticeSum(round_number=1, silo=0, first=first, second=second)
+    found = decrypted(world.settings, world.server._secret, [silo_sum])
     assert found == pytest.approx(70 / 3 * update + noise[0], abs=40 * world.settings.step)
 
 
@@ -97,8 +99,8 @@ def test_an_update_of_full_norm_in_one_coordinate_and_extreme_counts(rng):
         updates = np.zeros((2, 1, 2))
         updates[:, :, 1] = -1.0
         noise = rng.standard_normal((2, 2))
-        found = world.run_round(1, updates, noise)
-        assert np.abs(found - world.plain(updates, noise)).max() <= largest_error(world)
+        total = world.run_round(1, updates, noise)
+        assert np.abs(total - world.plain(updates, noise)).max() <= largest_error(world)
 
 
 def test_users_that_are_not_drawn_contribute_nothing(shared):
@@ -124,7 +126,7 @@ def test_updates_may_be_added_a_few_users_at_a_time(shared):
     sums = []
     for at, silo in enumerate(world.silos):
         weighing = open_sum(silo, opening)
-        for user, update in world.own(at, updates).items():
+        for user, update in world.updates_of(at, updates).items():
             weighing.add({user: update})
         sums.append(LatticeSum.from_bytes(weighing.finish(noise[at]), world.settings))
         with pytest.raises(ProtocolError, match="call open_sum again"):
@@ -147,10 +149,10 @@ def test_updates_may_be_added_a_few_users_at_a_time(shared):
 def test_updates_that_break_the_bound_are_refused_and_nothing_leaves(shared, change, message):
     world, updates, noise, numbers = shared
     opening = world.begin(next(numbers))
-    own = {user: update.copy() for user, update in world.own(0, updates).items()}
-    change(own)
+    broken = {user: update.copy() for user, update in world.updates_of(0, updates).items()}
+    change(broken)
     with pytest.raises(InvalidValue, match=message):
-        weigh(world.silos[0], opening, own, noise[0])
+        weigh(world.silos[0], opening, broken, noise[0])
     result = close(world.server, world.weigh(opening, updates, noise))  # it can go on
     assert np.abs(result - world.plain(updates, noise)).max() <= largest_error(world)
 
@@ -160,11 +162,11 @@ def test_a_user_without_an_update_counts_as_zero(shared):
     opening = world.begin(next(numbers))
     updates = updates.copy()
     updates[0, 2] = 0
-    others = {user: update for user, update in world.own(0, updates).items() if user != 2}
-    assert len(others) < len(world.own(0, updates))
+    others = {user: update for user, update in world.updates_of(0, updates).items() if user != 2}
+    assert len(others) < len(world.updates_of(0, updates))
     sums = [weigh(world.silos[0], opening, others, noise[0])]
     sums += [
-        weigh(silo, opening, world.own(at, updates), noise[at])
+        weigh(silo, opening, world.updates_of(at, updates), noise[at])
         for at, silo in enumerate(world.silos)
         if at
     ]
@@ -187,7 +189,7 @@ def test_noise_that_is_no_share_is_refused(shared, noise, message):
     world, updates, _, numbers = shared
     opening = world.begin(next(numbers))
     with pytest.raises(InvalidValue, match=message):
-        weigh(world.silos[0], opening, world.own(0, updates), noise)
+        weigh(world.silos[0], opening, world.updates_of(0, updates), noise)
 
 
 def test_noise_that_is_a_tenth_too_small_is_refused_for_many_coordinates(rng):
@@ -245,7 +247,7 @@ def test_two_weighings_of_one_round_cannot_both_finish(shared):
     opening = world.begin(next(numbers))
     first, second = (open_sum(world.silos[0], opening) for _ in range(2))
     for weighing in (first, second):
-        weighing.add(world.own(0, updates))
+        weighing.add(world.updates_of(0, updates))
     first.finish(noise[0])
     with pytest.raises(ProtocolError, match="expected a number above"):
         second.finish(noise[0])
@@ -307,7 +309,7 @@ def test_steps_out_of_order_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("step", "forged", "said"),
+    ("step", "forged", "message"),
     [
         ("keys", bytes(59), "sealed seeds of 59 bytes: expected 60"),
         ("count", b"\xff" * (4 + 32), "expected integers below the modulus"),
@@ -316,7 +318,7 @@ def test_steps_out_of_order_are_refused():
         ("count", bytes(3), "counts of silo 0 of 3 bytes: expected 4"),
     ],
 )
-def test_malformed_answers_end_the_set_up(step, forged, said):
+def test_malformed_answers_end_the_set_up(step, forged, message):
     class Forging(LatticeSilo):
         def answer(self, name, question, counts):
             answer = super().answer(name, question, counts)
@@ -324,7 +326,7 @@ def test_malformed_answers_end_the_set_up(step, forged, said):
 
     facts = lattice_settings(silos=2, users=1)
     silos = [Forging(facts, i) for i in range(2)]
-    with pytest.raises(InvalidValue, match=said):
+    with pytest.raises(InvalidValue, match=message):
         play(LatticeServer(facts).set_up(), silos, [[1], [1]], [], [])
 
 
@@ -358,6 +360,7 @@ def _known_bytes(monkeypatch):
 
 
 def _known_run() -> tuple[list, np.ndarray]:
+    """Return the messages and the sum of a run whose inputs are known."""
     rng = np.random.default_rng(1)
     facts = lattice_settings(silos=2, users=2, coordinates=4100, silo_record_limits=(3, 4))
     world = LatticeWorld(facts, np.array([[3, 0], [1, 4]]))

@@ -1,3 +1,5 @@
+"""Random numbers of the ring have their distributions, and fresh streams are independent."""
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -14,9 +16,9 @@ def stream(number=1) -> Stream:
 
 
 def test_errors_are_binomial():
-    found = stream().errors(COUNT)
+    drawn = stream().errors(COUNT)
     values, expected = np.arange(-21, 22), stats.binom.pmf(np.arange(43), 42, 0.5) * COUNT
-    counted = np.array([(found == value).sum() for value in values])
+    counted = np.array([(drawn == value).sum() for value in values])
     common = expected > 5
     assert counted.sum() == COUNT
     assert (
@@ -28,8 +30,8 @@ def test_errors_are_binomial():
 
 
 def test_ternary_numbers_are_uniform():
-    found = stream().ternary(COUNT)
-    counted = [(found == value).sum() for value in (-1, 0, 1)]
+    drawn = stream().ternary(COUNT)
+    counted = [(drawn == value).sum() for value in (-1, 0, 1)]
     assert sum(counted) == COUNT
     assert stats.chisquare(counted).pvalue > 1e-6
 
@@ -41,28 +43,28 @@ def test_no_byte_of_ternary_numbers_favours_zero():
         def octets(self, count):
             return np.resize(np.arange(256, dtype=np.uint8), count)
 
-    found = Counting(bytes(32)).ternary(255)
-    assert [(found == value).sum() for value in (-1, 0, 1)] == [85, 85, 85]
+    drawn = Counting(bytes(32)).ternary(255)
+    assert [(drawn == value).sum() for value in (-1, 0, 1)] == [85, 85, 85]
 
 
 @pytest.mark.parametrize("bits", grid([1, 56, 63], lambda bits: bits != 56))
 def test_dithers_are_uniform_in_high_and_in_low_bits(bits):
-    found = stream().dither(COUNT, bits)
-    assert found.min() >= 0
-    assert found.max() < 2**bits
-    for part in (found / 2.0**bits, (found % 256 + 0.5) / min(256, 2**bits)):
+    drawn = stream().dither(COUNT, bits)
+    assert drawn.min() >= 0
+    assert drawn.max() < 2**bits
+    for part in (drawn / 2.0**bits, (drawn % 256 + 0.5) / min(256, 2**bits)):
         if bits > 8:
             assert stats.kstest(part, "uniform").pvalue > 1e-6
-    assert abs((found & 1).mean() - 0.5) < 5 * 0.5 / np.sqrt(COUNT)
+    assert abs((drawn & 1).mean() - 0.5) < 5 * 0.5 / np.sqrt(COUNT)
 
 
 def test_residues_are_uniform_below_their_prime():
-    for prime, own in enumerate(PRIMES):
-        found = stream().uniform(COUNT, prime)
-        assert (found == np.rint(found)).all()
-        assert found.max() < own.q
-        assert stats.kstest(found / own.q, "uniform").pvalue > 1e-6
-        assert stats.kstest(found % 256 / 256 + 1 / 512, "uniform").pvalue > 1e-9
+    for prime, modulus in enumerate(PRIMES):
+        drawn = stream().uniform(COUNT, prime)
+        assert (drawn == np.rint(drawn)).all()
+        assert drawn.max() < modulus.q
+        assert stats.kstest(drawn / modulus.q, "uniform").pvalue > 1e-6
+        assert stats.kstest(drawn % 256 / 256 + 1 / 512, "uniform").pvalue > 1e-9
 
 
 def test_a_residue_above_the_prime_is_drawn_again():

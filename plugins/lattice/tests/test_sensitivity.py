@@ -30,9 +30,9 @@ def effect(monkeypatch, settings, update, *, drawn=True) -> float:
     noise = np.random.default_rng(0).standard_normal(COORDINATES)
     with monkeypatch.context() as patch:
         patch.setattr(Stream, "fresh", classmethod(lambda cls: cls(bytes(32))))
-        for own in (update, np.zeros(COORDINATES)):
+        for bounded_update in (update, np.zeros(COORDINATES)):
             total = EncryptedSum(settings, silo.public)
-            total.add([own], [RECORDS], opened.encryptions([0]))
+            total.add([bounded_update], [RECORDS], opened.encryptions([0]))
             first, second = total.words(noise, [])
             message = LatticeSum(round_number=1, silo=0, first=first, second=second)
             results.append(decrypted(settings, world.server._secret, [message]))

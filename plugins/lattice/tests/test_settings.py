@@ -1,3 +1,5 @@
+"""Settings of private weighting over ring-LWE, and the security and sensitivity they imply."""
+
 import dataclasses
 import math
 

@@ -46,7 +46,7 @@ def restored(silo):
 
 
 def weigh_first(world, opening):
-    return weigh(world.silos[0], opening, world.own(0, world.updates), world.noise[0])
+    return weigh(world.silos[0], opening, world.updates_of(0, world.updates), world.noise[0])
 
 
 def test_silos_go_on_from_their_states_at_every_step():
@@ -104,7 +104,7 @@ def test_a_silo_killed_before_its_round_is_stored_has_sent_nothing(world):
     opening = world.begin(1)
     weighing = open_sum(world.silos[0], opening)
     state = world.silos[0].to_bytes()
-    weighing.add(world.own(0, world.updates))
+    weighing.add(world.updates_of(0, world.updates))
     world.silos[0] = LatticeSilo.from_bytes(state)
     sums = world.weigh(opening, world.updates, world.noise)
     result = close(world.server, sums)

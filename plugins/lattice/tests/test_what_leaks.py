@@ -62,8 +62,8 @@ def opened(world, messages) -> np.ndarray:
 
 def below_a_step(world, messages) -> np.ndarray:
     """Return the eight highest bits of the sum below a step, in units of 2^-k."""
-    found = opened(world, messages)
-    return (found - np.rint(found * encrypted_sum._EXCESS).astype(np.int64)) % 2**24 >> 16
+    total = opened(world, messages)
+    return (total - np.rint(total * encrypted_sum._EXCESS).astype(np.int64)) % 2**24 >> 16
 
 
 def next_round(world):
@@ -101,16 +101,16 @@ def errors_of(world, message: LatticeWeights) -> np.ndarray:
     return errors
 
 
-def padding_filter(world, message, found: np.ndarray, update: np.ndarray, place: int) -> float:
+def padding_filter(world, message, total: np.ndarray, update: np.ndarray, place: int) -> float:
     """Correlate words beyond the coordinates with what a user's update would leave there."""
-    own = np.zeros(DEGREE)
-    own[: len(update)] = update
-    product = np.fft.fft(np.concatenate([own, np.zeros(DEGREE)])) * np.fft.fft(
+    padding = np.zeros(DEGREE)
+    padding[: len(update)] = update
+    product = np.fft.fft(np.concatenate([padding, np.zeros(DEGREE)])) * np.fft.fft(
         np.concatenate([errors_of(world, message)[place], np.zeros(DEGREE)])
     )
     long = np.fft.ifft(product).real
     expected = (long[:DEGREE] - long[DEGREE:])[COORDINATES:]
-    words = found[COORDINATES:].astype(float)
+    words = total[COORDINATES:].astype(float)
     if len(words) == 0:
         return 0.0
     return float(np.corrcoef(words, expected)[0, 1])
@@ -122,10 +122,10 @@ class WithPadding(encrypted_sum.EncryptedSum):
     def words(self, noise, masks):
         group = encrypted_sum.Group(self._settings, 0)
         residues, errors, dither = self._rerandomised(group)
-        own = np.zeros(DEGREE)
-        own[: len(noise)] = np.rint(noise / self._settings.step)
+        padding = np.zeros(DEGREE)
+        padding[: len(noise)] = np.rint(noise / self._settings.step)
         dither[len(noise) :] = 0
-        one = ring.switch(np.ascontiguousarray(residues[:, 0]), own, dither)
+        one = ring.switch(np.ascontiguousarray(residues[:, 0]), padding, dither)
         two = ring.switch(np.ascontiguousarray(residues[:, 1]), np.zeros(DEGREE), errors)
         return one.astype("<u8").tobytes(), two.tobytes()
 
@@ -140,15 +140,15 @@ def test_padding_that_would_reveal_participants_is_never_sent():
     faulty.add([update], [1500], world.silos[0].opened(epoch).encryptions([place]))
     first, second = (np.frombuffer(words, "<i8") for words in faulty.words(world.noise[0], []))
     group = encrypted_sum.Group(world.settings, 0)
-    found = first + encrypted_sum._opened(group, world.server._secret, second.view(np.uint64))
-    assert padding_filter(world, epoch, found, update, place) > 0.9
-    assert abs(padding_filter(world, epoch, found, another, place)) < 0.3
+    total = first + encrypted_sum._opened(group, world.server._secret, second.view(np.uint64))
+    assert padding_filter(world, epoch, total, update, place) > 0.9
+    assert abs(padding_filter(world, epoch, total, another, place)) < 0.3
 
     messages = round_of(world)
-    found = opened(world, messages)
+    total = opened(world, messages)
     assert all(len(first_words(message)) == COORDINATES for message in messages)
-    assert len(found) == COORDINATES
-    assert padding_filter(world, epoch, found, update, place) == 0
+    assert len(total) == COORDINATES
+    assert padding_filter(world, epoch, total, update, place) == 0
 
 
 # A repeated epoch
@@ -171,13 +171,13 @@ def read_totals(silo, kept: LatticeWeights, repeated: LatticeWeights) -> list[in
         for message in (kept, repeated)
     ]
     table = weight_table(silo.settings.table_size)
-    found = []
+    totals = []
     for place in range(silo.settings.users):
         difference = int(constants[0][0, place] - constants[1][0, place]) - table
         distance = (difference + prime // 2) % prime - prime // 2
         nearest = int(np.argmin(np.abs(distance)))
-        found.append(nearest if abs(int(distance[nearest])) < 2**12 else -1)
-    return found
+        totals.append(nearest if abs(int(distance[nearest])) < 2**12 else -1)
+    return totals
 
 
 @pytest.mark.parametrize("constant", [False, True], ids=["fresh bytes", "constant bytes"])
@@ -213,13 +213,13 @@ def weight_sums(world) -> np.ndarray:
     )
     users = world.settings.users
     pairs = silo.opened(message).encryptions(range(users))
-    own = np.empty((2, users))
+    sums = np.empty((2, users))
     for prime, modulus in enumerate(ring.PRIMES):
         product = ring.multiplied(masks[prime], world.server._secret.transforms[prime], prime)
         plain = ring.inverted(np.mod(pairs[:, prime, 0] + product, modulus.q), prime)
-        own[prime] = plain[:, 0]
+        sums[prime] = plain[:, 0]
     words = np.zeros(users, np.int64)
-    ring.add_joined(words, own)
+    ring.add_joined(words, sums)
     return world.counts.sum(0)[world.order] * words / 2.0**56
 
 
@@ -357,7 +357,7 @@ def test_entries_beside_the_chosen_one_stay_sealed(world):
     """A silo's key opens the entry at ρ_u; at another place it gives no candidate of the table."""
     message = next_round(world).weights
     silo = world.silos[0]
-    own = silo.opened(message)._constants[0]
+    constant = silo.opened(message)._constants[0]
     table = set((weight_table(silo.settings.table_size) % ring.PRIMES[0].value).tolist())
     for place, choice in enumerate(silo.shifts):
         for other in range(silo.settings.table_size):
@@ -366,9 +366,11 @@ def test_entries_beside_the_chosen_one_stay_sealed(world):
             pad = weights._pad(
                 silo.settings, silo._entry_keys[place], label_of(message), place, other
             )
-            found = int.from_bytes(bytes(entry ^ np.frombuffer(pad, np.uint8))[:6], "little")
+            weight_read = int.from_bytes(bytes(entry ^ np.frombuffer(pad, np.uint8))[:6], "little")
             if other != choice:
-                differences = {(found - int(own[place]) + w) % ring.PRIMES[0].value for w in table}
+                differences = {
+                    (weight_read - int(constant[place]) + w) % ring.PRIMES[0].value for w in table
+                }
                 assert not differences & table
 
 
@@ -397,7 +399,7 @@ def test_an_honest_silo_amplifies_nobody_and_an_active_one_can_amplify_itself(wo
     active._check_norms = lambda users, norms: None
     active.add({0: 100 * world.updates[0, 0]})
     sent = [LatticeSum.from_bytes(active.finish(world.noise[0]), world.settings)]
-    sent.append(weigh(world.silos[1], opening, world.own(1, world.updates), world.noise[1]))
+    sent.append(weigh(world.silos[1], opening, world.updates_of(1, world.updates), world.noise[1]))
     assert looks_uniform(opened(world, sent[1:]))  # what the honest silo sent stays hidden
     excess = close(world.server, sent) - world.plain(world.updates, world.noise)
     assert excess == pytest.approx(99 * 3 / 8 * world.updates[0, 0], abs=1e-5)
@@ -420,6 +422,6 @@ def test_an_active_server_learns_a_choice_from_a_refused_round(world):
 def test_the_secret_key_is_ternary_and_never_repeats():
     one, other = SecretKey(bytes(32)), SecretKey(bytes([1]) * 32)
     for key in (one, other):
-        found = ring.inverted(key.transforms[0][None], 0)[0]
-        assert set(found) <= {0.0, 1.0, ring.PRIMES[0].q - 1}
+        polynomial = ring.inverted(key.transforms[0][None], 0)[0]
+        assert set(polynomial) <= {0.0, 1.0, ring.PRIMES[0].q - 1}
     assert (one.transforms != other.transforms).any()

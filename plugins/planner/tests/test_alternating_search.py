@@ -1,3 +1,5 @@
+"""Searching λ and T in turn ends, and never chooses a diverged run."""
+
 import math
 
 import pytest
@@ -19,9 +21,9 @@ def bowl(T, weight):
 def test_alternating_ends_where_neither_search_wants_to_move(start):
     plan = alternating_search(bowl, rounds=ROUNDS, global_weights=WEIGHTS, start=start)
     assert plan.settled
-    here = plan.global_weight
-    assert plan.rounds == min(ROUNDS, key=lambda T: bowl(T, here).loss)
-    assert here == min(WEIGHTS, key=lambda w: bowl(plan.rounds, w).unfairness)
+    weight = plan.global_weight
+    assert plan.rounds == min(ROUNDS, key=lambda T: bowl(T, weight).loss)
+    assert weight == min(WEIGHTS, key=lambda w: bowl(plan.rounds, w).unfairness)
 
 
 def test_each_pair_is_run_once():

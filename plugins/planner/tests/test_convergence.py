@@ -18,9 +18,6 @@ def iterated(b, T):
     return distance
 
 
-# The closed forms ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("basis", BASES)
 @pytest.mark.parametrize("seed", range(20))
 def test_the_bound_is_both_recursions_iterated(seed, basis):
@@ -84,9 +81,6 @@ def test_the_printed_constants_are_those_of_lemmas_1_and_2():
     assert b.coupling == pytest.approx((4 * eta**2 * weight**2 + 2 * eta * weight**2) / mu)
     # φ_L = σ_z² d L/(2 T N²) with σ_z² = N σ_u².
     assert b.gap_per_planned_round == pytest.approx(20 * 1e-4 * 10 * L / (2 * 20**2))
-
-
-# The lemmas themselves ----------------------------------------------------------------------------
 
 
 def one_step(rng, basis, *, long=False):
@@ -196,17 +190,11 @@ def test_theorem_1_bounds_runs_of_dp_ditto_in_the_linear_world(weight, variance)
             assert reached[n] <= float(b.after(T)) * (1 + 1e-9)
 
 
-# The search ---------------------------------------------------------------------------------------
-
-
 def test_more_noise_asks_for_fewer_rounds_and_none_for_all():
     best = [bound(variance=s).best_rounds(5000) for s in (0.0, 1e-6, 1e-4, 1e-2, 1.0)]
     assert best == sorted(best, reverse=True)
     assert bound(weight=0.0, variance=1.0).best_rounds(777) == 777  # purely local: no noise reaches
     assert bound(variance=1e9).best_rounds(5000) <= 1
-
-
-# Refusals -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [-0.1, 2.1, math.nan])

@@ -54,9 +54,6 @@ def spread_of_losses(w, f, weight, stddev, draws, rng):
     return np.square(truth - personal).sum(axis=-1).var(axis=1)
 
 
-# Theorem 2 ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0, 1.7, 2.0])
 @pytest.mark.parametrize("stddev", [0.0, 1.5])
 def test_the_provable_r_is_the_posterior_mean_within_four_standard_errors(weight, stddev):
@@ -151,9 +148,6 @@ def test_the_published_r_and_its_cubic_are_equations_31_and_32(seed):
         assert cubic(x) == pytest.approx(left, rel=1e-9, abs=1e-12)
 
 
-# Theorem 3 and Corollary 1 ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("basis", BASES)
 @pytest.mark.parametrize("seed", range(5))
 def test_the_best_weight_is_the_numerical_minimum_of_r(seed, basis):
@@ -161,8 +155,8 @@ def test_the_best_weight_is_the_numerical_minimum_of_r(seed, basis):
     for variance in (0.0, 0.1, 1.0, 10.0, 1e4):
         best = f.best_global_weight(upload_variance=variance, basis=basis)
         values = f.unfairness(GRID, upload_variance=variance, basis=basis)
-        here = float(f.unfairness(best, upload_variance=variance, basis=basis))
-        assert here <= values.min() * (1 + 1e-12)
+        least = float(f.unfairness(best, upload_variance=variance, basis=basis))
+        assert least <= values.min() * (1 + 1e-12)
         assert abs(best - GRID[np.argmin(values)]) <= 0.0051
 
 
@@ -238,9 +232,6 @@ def test_by_definition_1_with_training_loss_the_fairest_weight_is_zero():
         spread.append((losses - w.losses(w.local_models)).var(axis=1).mean())
     assert spread == sorted(spread)
     assert spread[0] == pytest.approx(0, abs=1e-20)
-
-
-# The rest -----------------------------------------------------------------------------------------
 
 
 def test_interpolation_and_weight_are_inverse_and_cover_their_ranges():

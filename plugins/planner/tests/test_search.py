@@ -1,3 +1,5 @@
+"""Searches over λ and T return the minimum of the bound."""
+
 import math
 
 import numpy as np

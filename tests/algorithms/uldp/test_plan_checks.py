@@ -1,3 +1,5 @@
+"""The plans that Uldp-FL's methods accept."""
+
 import pytest
 
 from flower_ext.algorithms.uldp.plan_checks import sums_of_users
@@ -17,13 +19,13 @@ def plan(**changes) -> ReleasePlan:
 
 
 @pytest.mark.parametrize(
-    ("changes", "num_silos", "said"),
+    ("changes", "num_silos", "message"),
     [
         ({"noise_placement": "server"}, 5, "noise_placement='server'"),
         ({"sampling": FixedSizeSampling(100, 5)}, 5, "FullParticipation or PoissonSampling"),
         ({}, 0, "silos=0"),
     ],
 )
-def test_plans_of_other_methods_are_refused(changes, num_silos, said):
-    with pytest.raises(ValueError, match=said):
+def test_plans_of_other_methods_are_refused(changes, num_silos, message):
+    with pytest.raises(ValueError, match=message):
         sums_of_users(mechanism_of(plan(**changes), silos=num_silos))

@@ -56,18 +56,18 @@ def secure(sampling=None, sums=ALL, **changes):
 
 def run(strategy, data=None, grid=InProcessGrid, rounds=1, **facts):
     app = strategy.method.client_app(task(data), allow_seeded_noise=True)
-    found = grid(app, num_clients=strategy.method.num_silos)
+    run_grid = grid(app, num_clients=strategy.method.num_silos)
     for name, value in facts.items():
-        setattr(found, name, frozenset(value))
+        setattr(run_grid, name, frozenset(value))
     start = ArrayRecord(task().initial_params(SEED))
-    result = strategy.start(found, start, num_rounds=rounds)
-    return found, records.to_arrays(result.arrays)
+    result = strategy.start(run_grid, start, num_rounds=rounds)
+    return run_grid, records.to_arrays(result.arrays)
 
 
 def noise_of(strategy, answered=range(SILOS)):
     """The noise of a first round's sum, which follows from the seed: silos' and the server's."""
-    own = strategy.run.mechanism
-    share = own.masked.share_stddev / own.masked.cell
+    mechanism = strategy.run.mechanism
+    share = mechanism.masked.share_stddev / mechanism.masked.cell
     nothing = {n: np.zeros(p.shape, np.int64) for n, p in task().initial_params(SEED).items()}
     total = dict(nothing)
     for number in answered:
@@ -77,10 +77,7 @@ def noise_of(strategy, answered=range(SILOS)):
         server = SeededNoise(SEED, "server-noise", 1)
         ordered = {name: total[name] for name in sorted(total)}
         total = server.add_discrete_gaussian(ordered, share * np.sqrt(missing))
-    return {name: array * own.masked.cell for name, array in total.items()}
-
-
-# The sum ------------------------------------------------------------------------------------------
+    return {name: array * mechanism.masked.cell for name, array in total.items()}
 
 
 @pytest.mark.parametrize(
@@ -108,21 +105,23 @@ def cells_of(data, weighting="by-records", norm=0.01, local=LOCAL):
     strategy = strategy_of(
         UldpAvg, plan=secure(clipping_norm=norm), weighting=weighting, local=local, **COMMON
     )
-    found = []
+    cells = []
     real = silo_training.add_users
 
     def kept(task, jobs, **options):
         nothing = real(task, jobs, **options)
-        found.extend(job.total.value for job in jobs)
+        cells.extend(job.total.value for job in jobs)
         return nothing
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(silo_training, "add_users", kept)
         run(strategy, data)
-    return found, norm / strategy.run.mechanism.masked.cell
+    return cells, norm / strategy.run.mechanism.masked.cell
 
 
 def without(user, data):
+    """Return the silos' data without the records of one user."""
+
     def own(one):
         kept = one.owners != user
         train = Examples(one.train.features[kept], one.train.targets[kept])
@@ -159,8 +158,8 @@ def test_no_user_moves_a_whole_number_of_another():
         for user in range(USERS):
             alone = without_all_but(user, one)
             data = [alone if at == number else other for at, other in enumerate(silos())]
-            own = cells_with_weights_of_all(data, number)
-            summed = {name: array + own.value[name] for name, array in summed.items()}
+            cells = cells_with_weights_of_all(data, number)
+            summed = {name: array + cells.value[name] for name, array in summed.items()}
         for name, array in everyone[number].value.items():
             np.testing.assert_array_equal(summed[name], array)
 
@@ -186,15 +185,12 @@ def cells_with_weights_of_all(data, number):
         return cells_of(data)[0][number]
 
 
-# Silos that are lost ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("make", [METHODS[0], METHODS[4]])
 def test_where_none_may_be_lost_a_lost_silo_discards_the_round(make, logged):
     strategy = make(plan=secure(), **COMMON)
-    _, found = run(strategy, grid=Losing, lost=[(1, "train")])
+    _, model = run(strategy, grid=Losing, lost=[(1, "train")])
     start = task().initial_params(SEED)
-    for name, array in found.items():
+    for name, array in model.items():
         np.testing.assert_array_equal(array, start[name])
     assert "round 1 discarded" in logged.text
     assert strategy.participations.in_sums == 0  # nobody saw a sum
@@ -206,11 +202,11 @@ def test_if_a_silo_drops_out_the_noise_is_still_as_planned():
     for lost in ((), (2,)):
         strategy = strategy_of(UldpAvg, plan=secure(sums=sums), local=still, **COMMON)
         assert strategy.run.mechanism.masked.parameters.least_answers == 2
-        _, found = run(strategy, grid=Losing, lost=[(number, "train") for number in lost])
+        _, model = run(strategy, grid=Losing, lost=[(number, "train") for number in lost])
         noise = noise_of(strategy, [number for number in range(SILOS) if number not in lost])
         for name, start in task().initial_params(SEED).items():
             expected = start.numpy() + SERVER_RATE * noise[name] / USERS / SILOS
-            np.testing.assert_allclose(found[name], expected, atol=1e-6)
+            np.testing.assert_allclose(model[name], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("drawn", [0.0, 0.5, 1.0])
@@ -220,12 +216,12 @@ def test_members_and_noise_do_not_reveal_how_many_users_were_drawn(drawn, monkey
     monkeypatch.setattr(PoissonSampling, "draw", lambda self, rng, past: list(users))
     strategy = strategy_of(UldpAvg, plan=secure(SAMPLED), local=LOCAL, **COMMON)
     grid, _ = run(strategy, grid=Recorder)
-    asked = [m.content[records.ROUND] for m in grid.sent if stage_of(m) == "train"]
-    assert len(asked) == SILOS
-    own = strategy.run.mechanism
-    assert {round_["noise-stddev"] for round_ in asked} == {own.masked.share_stddev}
-    assert own.masked.bits == 32
-    assert own.num_members == SILOS
+    requests = [m.content[records.ROUND] for m in grid.sent if stage_of(m) == "train"]
+    assert len(requests) == SILOS
+    mechanism = strategy.run.mechanism
+    assert {round_["noise-stddev"] for round_ in requests} == {mechanism.masked.share_stddev}
+    assert mechanism.masked.bits == 32
+    assert mechanism.num_members == SILOS
     sizes = {len(r.content[records.UPDATE]["message"].numpy()) for r in uploads(grid)}
     assert len(sizes) == 1
 
@@ -247,9 +243,6 @@ def test_nothing_but_a_masked_sum_leaves_a_silo_in_training(make):
     assert stats.chisquare(counts).pvalue > 1e-10
 
 
-# What is promised ---------------------------------------------------------------------------------
-
-
 def by_view(strategy, basis="provable"):
     return {one.view: one for one in strategy.guarantees() if one.basis == basis}
 
@@ -269,12 +262,12 @@ def test_no_guarantee_assumes_what_the_run_does_not_provide(make):
 def test_sums_are_not_amplified_since_the_server_knows_whom_it_drew():
     strategy = strategy_of(UldpAvg, plan=secure(SAMPLED), local=LOCAL, **COMMON)
     run(strategy, rounds=3)
-    found = by_view(strategy)
+    guarantees = by_view(strategy)
     amplified = privacy_loss_of({strategy.run.mechanism.release: 3}, delta=1e-5).epsilon
-    assert found[AdversaryView.RELEASED_MODELS].epsilon == pytest.approx(amplified)
+    assert guarantees[AdversaryView.RELEASED_MODELS].epsilon == pytest.approx(amplified)
     most = max(strategy.participations.uploads.values())
     plainly = gaussian_loss(0.4, releases=most, delta=1e-5).epsilon
-    assert found[AdversaryView.SUM_ONLY].epsilon == pytest.approx(plainly)
+    assert guarantees[AdversaryView.SUM_ONLY].epsilon == pytest.approx(plainly)
 
 
 @pytest.mark.parametrize("weighting", ["equal", "by-records"])
@@ -287,9 +280,9 @@ def test_colluding_silos_cost_their_noise_if_a_user_lies_only_in_others(weightin
     run(strategy, rounds=2)
     worth = 1.0 if weighting == "equal" else np.sqrt(2 / 3)
     expected = gaussian_loss(0.4 * worth, releases=2, delta=1e-5).epsilon
-    found = by_view(strategy)[AdversaryView.SUM_ONLY]
-    assert found.epsilon == pytest.approx(expected)
-    assert any("at most 1 of each cohort of 3 collude" in text for text in found.assumptions)
+    guarantees = by_view(strategy)[AdversaryView.SUM_ONLY]
+    assert guarantees.epsilon == pytest.approx(expected)
+    assert any("at most 1 of each cohort of 3 collude" in text for text in guarantees.assumptions)
 
 
 def test_with_weights_by_records_histograms_stay_listed_as_not_covered():
@@ -297,9 +290,6 @@ def test_with_weights_by_records_histograms_stay_listed_as_not_covered():
     run(strategy)
     shown = by_view(strategy)[AdversaryView.SUM_ONLY].not_covered
     assert any("the silos tell the server" in text for text in shown)
-
-
-# What is refused ----------------------------------------------------------------------------------
 
 
 def test_what_has_no_secure_sum_over_silos_is_refused_by_name():
@@ -354,9 +344,9 @@ def test_a_user_whose_training_diverges_adds_nothing_and_nobody_sees_it():
     strategy = strategy_of(
         UldpAvg, plan=secure(), local=replace(LOCAL, learning_rate=1e3), **COMMON
     )
-    _, found = run(strategy, data)
+    _, model = run(strategy, data)
     assert strategy.refusals == []
-    assert all(np.isfinite(array).all() for array in found.values())
+    assert all(np.isfinite(array).all() for array in model.values())
 
 
 def test_cells_that_are_too_wide_for_so_many_numbers_are_named(logged):

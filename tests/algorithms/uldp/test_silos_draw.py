@@ -72,9 +72,9 @@ def test_the_model_is_that_of_a_server_that_draws_the_same_users(method, weighti
 def test_the_server_sends_weights_of_all_users_and_stores_no_draw(monkeypatch):
     strategy = strategy_that_draws(local=LOCAL)
     grid, _ = run(strategy, rounds=2)
-    asked = [m.content[USER_WEIGHTS] for m in grid.sent if stage_of(m) == "train"]
-    assert len(asked) == 2 * SILOS
-    for record in asked:
+    requests = [m.content[USER_WEIGHTS] for m in grid.sent if stage_of(m) == "train"]
+    assert len(requests) == 2 * SILOS
+    for record in requests:
         bits = records.to_arrays(record)[SAMPLED]
         assert np.unpackbits(bits, count=ALL_USERS).all()
     assert set(strategy.participations.uploads.values()) == {2}

@@ -201,6 +201,7 @@ def test_the_noise_term_is_nearly_reached():
 
 
 def at_remark_2(rounds, **changes):
+    """Return the bound at the learning rates of Remark 2."""
     size = {"num_silos": 3, "num_users": 4, "local_steps": 2, "smoothness": 0.7}
     server, local = uldp_avg_rates(**size, rounds=rounds)
     known = {"learning_rate": local, "server_rate": server, "least_factor": 1.0} | changes

@@ -14,7 +14,6 @@ from torch import nn
 from benchmarks.bounds.upcycled_descent import (
     ConvergenceConstants,
     convergence_constants,
-    estimate_descent,
 )
 from flower_ext.algorithms import Hosted, Upcycled
 from flower_ext.algorithms.upcycled import (
@@ -25,20 +24,9 @@ from flower_ext.data import ClientData, Examples
 from flower_ext.federation import FederatedStrategy, InProcessGrid, records
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining, Task
+from tests.support.upcycled_descent import USUAL, Quadratics, constants, random_quadratics
 
 ROOT = Path(__file__).parents[3]
-USUAL = {
-    "smoothness": 0.1,
-    "dissimilarity": 1.1,
-    "proximal_weight": 0.8,
-    "strong_convexity": 0.85,
-    "cohort_size": 40,
-    "coefficient": 0.5,
-}
-
-
-def constants(**changes) -> ConvergenceConstants:
-    return convergence_constants(**{**USUAL, **changes})
 
 
 def gradient_norm_bound(
@@ -179,44 +167,6 @@ def test_the_rate_of_corollary_5_8_needs_coefficients_that_shrink():
     assert constant[-1] > 6 * constant[0]  # no rate at all
 
 
-class Quadratics:
-    """F_i(w) = ½ Σ_j a_ij w_j² on n clients: one minimiser, exact L, B and proximal steps."""
-
-    def __init__(self, curvatures, mu):
-        self.a, self.mu = np.asarray(curvatures), mu
-        self.mean = self.a.mean(axis=0)
-        # The ratio of the two sums over j is at most the largest ratio of their terms.
-        ratios = (self.a**2).mean(axis=0) / self.mean**2
-        self.facts = {
-            "smoothness": self.a.max(),
-            "dissimilarity": math.sqrt(ratios.max()),
-            "proximal_weight": mu,
-            "strong_convexity": self.a.min() + mu,
-        }
-
-    def value(self, w):
-        return 0.5 * float((self.mean * w**2).sum())
-
-    def gradient_norm(self, w):
-        return float(np.linalg.norm(self.mean * w))
-
-    def proximal_steps(self, w):
-        """Return the exact minimiser of F_i + (μ/2) ‖· − w‖² on each client."""
-        return self.mu / (self.a + self.mu) * w
-
-    def expected_value(self, w, K):
-        """Return E f of the mean over K clients drawn uniformly and independently."""
-        models = self.proximal_steps(w)
-        spread = 0.5 * float((self.mean * models.var(axis=0)).sum()) / K
-        return self.value(models.mean(axis=0)) + spread
-
-
-def random_quadratics(rng, *, mu, scale, n=10, dimensions=3):
-    spread = rng.choice([0.001, 0.1, 0.4])
-    factors = np.exp(spread * rng.uniform(-1, 1, (n, dimensions)))
-    return Quadratics(scale * factors, mu)
-
-
 def promised_less_than_reached(problem, constants, *, before, after, c, K):
     """Return left minus right side of Lemma 5.5, over f; at most 0 if the lemma holds."""
     reached = problem.expected_value(after + c * (after - before), K)
@@ -253,6 +203,7 @@ def test_with_both_steps_corrected_lemma_5_5_holds_above_one_too(mu, scale):
 
 
 def largest_excess(*, mu, scale, basis):
+    """Return by how much a bound exceeds a real descent, at most, over random problems."""
     rng = np.random.default_rng(int(100 * (mu + scale)))
     excess = []
     for _ in range(200):
@@ -417,83 +368,3 @@ def test_upcycled_fedprox_with_exact_minimisers_keeps_to_the_bound():
     np.testing.assert_allclose(models, by_hand, atol=1e-5)
     least, total, bound = bounds_of_a_descent(models, problem, c=coefficient, K=clients)
     assert least < total <= bound
-
-
-# The estimator ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_estimates_approach_the_constants_of_quadratics_from_below(seed):
-    rng = np.random.default_rng(seed)
-    problem = random_quadratics(rng, mu=1.0, scale=0.5)
-    exact = problem.facts
-    models = [np.zeros(3), *np.eye(3), *rng.normal(size=(20, 3))]
-    for chosen, sharp in ((models[1:], True), (models[5:], False)):
-        estimate = estimate_descent(chosen, [problem.a * w for w in chosen])
-        assert estimate.smoothness <= exact["smoothness"] * (1 + 1e-9)
-        assert estimate.dissimilarity <= exact["dissimilarity"] * (1 + 1e-9)
-        assert estimate.curvature + problem.mu >= exact["strong_convexity"] * (1 - 1e-9)
-        if sharp:  # the axes are among the models, at which B is reached
-            assert estimate.dissimilarity == pytest.approx(exact["dissimilarity"])
-    axes = estimate_descent(models[:1] + models[1:4], [problem.a * w + 1 for w in models[:4]])
-    assert axes.smoothness == pytest.approx(exact["smoothness"])
-    assert axes.curvature + problem.mu == pytest.approx(exact["strong_convexity"])
-
-
-def test_estimates_weigh_clients_by_their_shares_of_the_records():
-    """Gradients 1 and 3 with shares 3/4 and 1/4: B² = (3/4 + 9/4) / (3/2)²."""
-    gradients = [[[1.0], [3.0]], [[1.0], [3.0]]]
-    estimate = estimate_descent([[0.0], [1.0]], gradients, [30, 10])
-    assert estimate.dissimilarity == pytest.approx(math.sqrt(3 / 1.5**2))
-    assert estimate_descent([[0.0], [1.0]], gradients).dissimilarity == pytest.approx(
-        math.sqrt(5 / 4)
-    )
-
-
-def test_estimates_from_clients_data_tell_whether_theorem_5_6_can_apply():
-    """Logistic regression: clients of one distribution, and clients of opposite labels."""
-    rng = np.random.default_rng(1)
-    features = rng.normal(size=(8, 200, 4)) / 4
-    labels = np.sign(features @ np.array([1.0, -2.0, 0.5, 1.0]) + 0.2 * rng.normal(size=(8, 200)))
-    models = 0.1 * rng.normal(size=(5, 4))
-
-    def c1(labels):
-        margins = labels * np.einsum("nrd,kd->knr", features, models)
-        gradients = -np.einsum("knr,nr,nrd->knd", 1 / (1 + np.exp(margins)), labels, features) / 200
-        estimate = estimate_descent(models, gradients)
-        assert 0 < estimate.smoothness < 0.25 * (features**2).sum(axis=2).max()
-        return convergence_constants(
-            smoothness=estimate.smoothness,
-            dissimilarity=estimate.dissimilarity,
-            proximal_weight=1.0,
-            strong_convexity=1.0 + estimate.curvature,
-            cohort_size=100,
-            coefficient=0.5,
-        ).c1
-
-    assert c1(labels) > 0
-    opposed = labels * np.where(np.arange(8) < 4, -1, 1)[:, None]
-    assert c1(opposed) < 0
-
-
-@pytest.mark.parametrize(
-    ("models", "gradients", "weights", "message"),
-    [
-        ([[0.0]], [[[1.0]]], None, "at least two models"),
-        ([[0.0], [1.0]], [[[1.0]]], None, "expected .models, dimension"),
-        ([[0.0], [0.0]], [[[1.0]], [[1.0]]], None, "no two models alike"),
-        ([[0.0], [1.0]], [[[1.0], [-1.0]], [[1.0], [1.0]]], None, "mean gradient other than 0"),
-        ([[0.0], [1.0]], [[[1.0]], [[2.0]]], [1.0, 2.0], "weights: expected"),
-        ([[0.0], [1.0]], [[[1.0]], [[2.0]]], [-1.0], "weights: expected"),
-        ([[0.0], [math.nan]], [[[1.0]], [[2.0]]], None, "expected finite"),
-    ],
-)
-def test_unfit_gradients_are_refused(models, gradients, weights, message):
-    with pytest.raises(ValueError, match=message):
-        estimate_descent(models, gradients, weights)
-
-
-@pytest.mark.parametrize("field", ["smoothness", "proximal_weight", "strong_convexity"])
-def test_unfit_constants_are_refused_by_name(field):
-    with pytest.raises(ValueError, match=f"{field}="):
-        constants(**{field: 0.0})

@@ -26,12 +26,12 @@ def request(name="scores", fields=ONE_SCORE, protection=SHARE, **state):
 
 
 def test_a_query_is_what_the_server_asked():
-    asked = SecureScores(noise_multiplier=1.0, bounds=(("accuracy", 0.0, 1.0),))
-    assert query_of(request(), KINDS) == asked
+    query = SecureScores(noise_multiplier=1.0, bounds=(("accuracy", 0.0, 1.0),))
+    assert query_of(request(), KINDS) == query
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "said"),
+    ("name", "fields", "message"),
     [
         ("totals", ONE_SCORE, r"'totals', but this ClientApp answers only \['scores'\]: give"),
         ("scores", "{", "'scores' in the server's message"),
@@ -43,20 +43,21 @@ def test_a_query_is_what_the_server_asked():
         ("scores", {**ONE_SCORE, "bounds": [["accuracy", 0.0, "1"]]}, "expected two finite"),
     ],
 )
-def test_queries_that_a_client_does_not_know_or_understand_are_refused(name, fields, said):
-    with pytest.raises(InvalidValue, match=said) as refusal:
+def test_queries_that_a_client_does_not_know_or_understand_are_refused(name, fields, message):
+    with pytest.raises(InvalidValue, match=message) as refusal:
         query_of(request(name, fields), KINDS)
     assert is_tellable(refusal.value)  # the message tells nothing of the client's data
 
 
-def answer(asked, *, least=0.0):
+def answer(question, *, least=0.0):
+    """Return a client's answer to a query; ``least`` is the least noise that its node accepts."""
     node = {"partition-id": 0, "least-noise-multiplier": least}
     context = Context(run_id=1, node_id=1, node_config=node, state=RecordDict(), run_config={})
-    query = query_of(asked, KINDS)
+    query = query_of(question, KINDS)
     policy = NodePolicy(context, allow_seeded_noise=False)
     method = SimpleNamespace(name="m")
     work = SimpleNamespace(method=method, data=NO_DATA)
-    return masked_vector(query, Assignment(work=work, request=asked, policy=policy, store=None))
+    return masked_vector(query, Assignment(work=work, request=question, policy=policy, store=None))
 
 
 @pytest.mark.parametrize(("least", "error"), [(0.6, PermissionError), (0.4, InvalidValue)])
@@ -67,8 +68,8 @@ def test_a_nodes_owner_sets_the_least_noise_of_queries_too(least, error):
 
 def test_no_vector_leaves_without_noise_in_cells_and_a_secure_sum():
     unprotected = request(protection=Unprotected(), **{"secure-sum": {"a": np.zeros(1)}})
-    for asked in (request(), unprotected):
+    for question in (request(), unprotected):
         with pytest.raises(
             InvalidValue, match="a query without a secure sum, or without the protection"
         ):
-            answer(asked)
+            answer(question)

@@ -36,6 +36,7 @@ OPTIONS = {"evaluate_every": 0, "seed": 1, "timeout": 5.0}
 
 
 def released(**changes):
+    """Return a plan with hardly any noise."""
     facts = {
         "sampling": FullParticipation(CLIENTS),
         "clipping_norm": 0.5,
@@ -73,9 +74,9 @@ SETUPS = {
 
 
 def run(strategy, task, rounds=1, clients=CLIENTS):
-    found = Recorder(strategy.method.client_app(task), num_clients=clients)
-    found.result = strategy.start(found, initial(), num_rounds=rounds)
-    return found
+    run_grid = Recorder(strategy.method.client_app(task), num_clients=clients)
+    run_grid.result = strategy.start(run_grid, initial(), num_rounds=rounds)
+    return run_grid
 
 
 def trained(grid):

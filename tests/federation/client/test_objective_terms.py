@@ -46,7 +46,7 @@ def test_the_term_moves_the_optimum_until_the_slope_is_minus_the_noise():
     assert sum(float(np.abs(part).sum()) for part in noise.values()) > 0.1
 
 
-def test_one_term_is_the_same_all_round_and_the_next_is_another():
+def test_a_term_stays_constant_and_the_next_term_differs():
     params = dict(model().named_parameters())
     first, second = (term_of(params, 1.0) for _ in range(2))
     assert float(first(params)) == float(first(params))

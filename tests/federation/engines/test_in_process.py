@@ -37,6 +37,7 @@ SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.05)
 
 
 def counting_app() -> ClientApp:
+    """Return an app whose clients count the queries that they have seen."""
     app = ClientApp()
 
     @app.query()
@@ -62,17 +63,17 @@ def ask(grid: InProcessGrid, node: int, *, fail: bool = False) -> Message:
 
 def same_message(ours, theirs):
     """Compare messages except for their creation times."""
-    own, other = vars(ours.metadata), vars(theirs.metadata)
-    assert own.keys() == other.keys()
+    metadata, other = vars(ours.metadata), vars(theirs.metadata)
+    assert metadata.keys() == other.keys()
     assert vars(ours).keys() == vars(theirs).keys()
-    for name in own.keys() - {"_created_at", "_ttl"}:
-        assert own[name] == other[name], name
+    for name in metadata.keys() - {"_created_at", "_ttl"}:
+        assert metadata[name] == other[name], name
     for name in ("_created_at", "_ttl"):
-        assert own[name] == pytest.approx(other[name], abs=1)
+        assert metadata[name] == pytest.approx(other[name], abs=1)
     assert ours.content is theirs.content
 
 
-def test_what_is_made_without_checks_is_what_flower_makes():
+def test_objects_made_without_checks_equal_flowers():
     (node, *_) = InProcessGrid(counting_app(), num_clients=2).get_node_ids()
     arrays = {"w": Array(np.ones(2))}
     content = RecordDict({"arrays": ArrayRecord(arrays), "metrics": MetricRecord({"loss": 0.5})})
@@ -84,12 +85,12 @@ def test_what_is_made_without_checks_is_what_flower_makes():
         },
     )
     assert quick == content
-    asked = Message(content, dst_node_id=node, message_type="train.x", group_id="3")
-    private.set_message_id(asked, "17")
-    same_message(private.reply_to(asked, quick), Message(quick, reply_to=asked))
+    request = Message(content, dst_node_id=node, message_type="train.x", group_id="3")
+    private.set_message_id(request, "17")
+    same_message(private.reply_to(request, quick), Message(quick, reply_to=request))
     other = Message(quick, dst_node_id=node + 1, message_type="query.y", group_id="3")
     private.set_message_id(other, "17")
-    like = private.message_like(asked, quick, dst_node_id=node + 1, message_type="query.y")
+    like = private.message_like(request, quick, dst_node_id=node + 1, message_type="query.y")
     same_message(like, other)
 
 
@@ -174,7 +175,7 @@ class Alone(InProcessGrid):
     ],
     ids=["DP-FedAvg-FT", "DP2-FedSAM", "SCAFFOLD", "FedDyn", "pFedMe"],
 )
-def test_a_cohort_at_once_is_its_clients_one_by_one(strategy):
+def test_a_cohort_trained_at_once_equals_its_clients_one_by_one(strategy):
     finals, scores, memories = [], [], []
     for engine in (InProcessGrid, Alone):
         plan = NonPrivatePlan(sampling=FixedSizeSampling(9, 7))

@@ -22,6 +22,7 @@ def ended_by(error: BaseException, monkeypatch) -> object:
 
 
 def ended(fail, monkeypatch) -> object:
+    """Return the exit status of a process whose run fails."""
     monkeypatch.setattr(module, "run_app", fail)
     monkeypatch.setattr(module.sys, "argv", ["run_app", "somewhere", "1", "3"])
     monkeypatch.setattr(module.sys, "stdin", StringIO("{}"))
@@ -33,7 +34,7 @@ def ended(fail, monkeypatch) -> object:
 @pytest.mark.parametrize(
     "kind", [UnfitSetting, NotARun, DataNotFound, InUse, LedgerCorrupt, FederationNotReady]
 )
-def test_what_people_can_mend_is_said_in_one_line(kind, monkeypatch):
+def test_errors_that_a_user_can_fix_take_one_line(kind, monkeypatch):
     assert ended_by(kind("do this"), monkeypatch) == "Error: do this"
 
 
@@ -55,7 +56,7 @@ def test_a_value_that_this_package_refuses_is_one_line(monkeypatch):
     assert "\n" not in line
 
 
-def test_an_error_of_others_that_this_package_runs_into_shows_where(monkeypatch):
+def test_an_error_of_another_library_shows_its_place(monkeypatch):
     """Its message is not written for users, so the traceback is needed."""
     monkeypatch.setattr(module.sys, "argv", ["run_app", "somewhere", "seven", "3"])
     monkeypatch.setattr(module.sys, "stdin", StringIO("{}"))
@@ -63,6 +64,6 @@ def test_an_error_of_others_that_this_package_runs_into_shows_where(monkeypatch)
         module.main()
 
 
-def test_a_value_that_others_refuse_shows_where(monkeypatch):
+def test_a_value_that_another_library_refuses_shows_its_place(monkeypatch):
     with pytest.raises(ValueError, match="of an app"):
         ended_by(ValueError("of an app"), monkeypatch)

@@ -58,11 +58,12 @@ def test_a_run_equals_that_of_clients_on_separate_nodes(strategy):
     for name, array in finals[0].items():
         np.testing.assert_allclose(finals[1][name], array, atol=1e-6)
     assert scores[1].keys() == scores[0].keys()
-    for client, own in scores[0].items():
-        assert scores[1][client] == pytest.approx(own, abs=1e-5)
+    for client, score in scores[0].items():
+        assert scores[1][client] == pytest.approx(score, abs=1e-5)
 
 
 def counting() -> CohortApp:
+    """Return an app whose clients count the queries that they have seen."""
     app = CohortApp()
 
     @app.query()
@@ -72,8 +73,8 @@ def counting() -> CohortApp:
         partition = context.node_config["partition-id"]
         if partition == message.content.config_records["ask"]["fails"]:
             raise RuntimeError("told to fail")
-        own = ConfigRecord({"partition": partition, "seen": seen, **context.node_config})
-        return Message(RecordDict({"own": own}), reply_to=message)
+        node_facts = ConfigRecord({"partition": partition, "seen": seen, **context.node_config})
+        return Message(RecordDict({"own": node_facts}), reply_to=message)
 
     return app
 
@@ -94,10 +95,10 @@ def test_each_client_has_a_separate_partition_state_and_error():
     failed = by_client.pop(clients[3])
     assert failed.error.reason == REASON_WITHHELD
     for client, reply in by_client.items():
-        own = reply.content.config_records["own"]
-        assert own["partition"] == clients.index(client)
-        assert own["num-partitions"] == CLIENTS
-        assert own["seen"] == 1 + (client in clients[:5])
+        facts = reply.content.config_records["own"]
+        assert facts["partition"] == clients.index(client)
+        assert facts["num-partitions"] == CLIENTS
+        assert facts["seen"] == 1 + (client in clients[:5])
         assert reply.metadata.group_id == "5"
     # The client's effects before it failed are undone.
     (again,) = grid.send_and_receive(ask(grid, [clients[3]]))
@@ -114,7 +115,7 @@ def test_two_messages_to_one_client_are_answered_one_after_the_other():
     assert [reply.content.config_records["own"]["seen"] for reply in replies] == [3, 4]
 
 
-def test_what_a_client_deletes_from_its_state_stays_deleted():
+def test_entries_that_a_client_deletes_from_its_state_stay_deleted():
     app = CohortApp()
 
     @app.query()

@@ -31,21 +31,26 @@ def telling() -> ClientApp:
 
     @app.query()
     def _(message: Message, context: Context) -> Message:
-        asked = message.content.config_records["ask"]
+        question = message.content.config_records["ask"]
         seen = int(context.state.config_records.get("seen", {"n": 0})["n"]) + 1
         context.state["seen"] = ConfigRecord({"n": seen})
-        if context.node_config["partition-id"] == asked["fails"]:
+        if context.node_config["partition-id"] == question["fails"]:
             raise RuntimeError("told to fail")
-        if context.node_config["partition-id"] == asked["kills"]:
+        if context.node_config["partition-id"] == question["kills"]:
             os.kill(os.getpid(), signal.SIGKILL)
-        told = {"n": seen, "process": os.getpid(), "partition": context.node_config["partition-id"]}
-        told["noise"] = SecureNoise().add_gaussian({"a": np.zeros(1)}, 1.0)["a"].tolist()
-        return Message(RecordDict({"a": ConfigRecord(told)}), reply_to=message)
+        answer = {
+            "n": seen,
+            "process": os.getpid(),
+            "partition": context.node_config["partition-id"],
+        }
+        answer["noise"] = SecureNoise().add_gaussian({"a": np.zeros(1)}, 1.0)["a"].tolist()
+        return Message(RecordDict({"a": ConfigRecord(answer)}), reply_to=message)
 
     return app
 
 
 def ask(grid: InProcessGrid, nodes, *, fails: int = -1, kills: int = -1) -> list[Message]:
+    """Query some nodes; one may fail, and one may kill its process."""
     content = RecordDict({"ask": ConfigRecord({"fails": fails, "kills": kills})})
     return list(
         grid.send_and_receive(
@@ -59,13 +64,15 @@ def test_every_client_stays_in_one_of_the_processes_and_answers_in_order():
     nodes = list(grid.get_node_ids())
     first = [reply.content.config_records["a"] for reply in ask(grid, nodes)]
     again = [reply.content.config_records["a"] for reply in ask(grid, nodes[::-1])][::-1]
-    assert [told["partition"] for told in first] == list(range(7))
-    assert [told["process"] for told in first] == [told["process"] for told in again]
-    assert len({told["process"] for told in first}) == 3
-    assert {told["n"] for told in again} == {2}
+    assert [answer["partition"] for answer in first] == list(range(7))
+    assert [answer["process"] for answer in first] == [answer["process"] for answer in again]
+    assert len({answer["process"] for answer in first}) == 3
+    assert {answer["n"] for answer in again} == {2}
     grid.workers.gather()
     assert torch.get_num_threads() == before
-    assert len({told["noise"][0] for told in [*first, *again]}) == 14  # forked, but no two alike
+    assert (
+        len({answer["noise"][0] for answer in [*first, *again]}) == 14
+    )  # forked, but no two alike
     states = [context.state.config_records["seen"]["n"] for context in grid.contexts.values()]
     assert states == [2] * 7
 
@@ -78,16 +85,16 @@ def test_clients_without_a_state_are_divided_evenly_and_the_others_stay():
         if message.content.config_records["ask"]["fails"] == 1:  # the round that leaves a state
             context.state["here"] = ConfigRecord({"process": os.getpid()})
         kept = context.state.config_records.get("here", {"process": os.getpid()})["process"]
-        told = {"process": os.getpid(), "kept": kept}
-        return Message(RecordDict({"a": ConfigRecord(told)}), reply_to=message)
+        answer = {"process": os.getpid(), "kept": kept}
+        return Message(RecordDict({"a": ConfigRecord(answer)}), reply_to=message)
 
     grid = InProcessGrid(app, num_clients=12, workers=3)
     nodes = list(grid.get_node_ids())
 
-    def processes(asked, **how):
-        told = [reply.content.config_records["a"] for reply in ask(grid, asked, **how)]
-        assert [one["process"] for one in told] == [one["kept"] for one in told]
-        return [one["process"] for one in told]
+    def processes(nodes_asked, **how):
+        answer = [reply.content.config_records["a"] for reply in ask(grid, nodes_asked, **how)]
+        assert [one["process"] for one in answer] == [one["kept"] for one in answer]
+        return [one["process"] for one in answer]
 
     unusual = [node for node in nodes if node % 3 == 0] + nodes[1:3]  # most of one process
     assert sorted(Counter(processes(unusual)).values()) == [2, 2, 2]
@@ -115,8 +122,8 @@ def test_a_process_that_is_killed_ends_the_run_and_leaves_none_behind():
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         nodes = list(grid.get_node_ids())
-        told = [reply.content.config_records["a"] for reply in ask(grid, nodes)]
-        seen["processes"] = {one["process"] for one in told} - {os.getpid()}
+        answers = [reply.content.config_records["a"] for reply in ask(grid, nodes)]
+        seen["processes"] = {one["process"] for one in answers} - {os.getpid()}
         ask(grid, nodes, kills=2)  # the first of worker-1
 
     with pytest.raises(WorkerLost, match=r"worker-1 of 3 .*exit code -9"):

@@ -1,31 +1,17 @@
 """A client's memory and secrets between messages."""
 
 import os
-import socket
 import stat
-import subprocess
-import sys
 
 import pytest
 import torch
-from flwr.app import Context, RecordDict
 
-from flower_ext.errors import InvalidValue, ProtocolError
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import ClientMemory
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.state.folder import Damaged
-from flower_ext.federation.state.memory import ClientVault, forget_client
-
-
-def context(run_config=None, **node_config) -> Context:
-    facts = {"partition-id": 2, **{n.replace("_", "-"): v for n, v in node_config.items()}}
-    return Context(
-        run_id=7, node_id=3, node_config=facts, state=RecordDict(), run_config=run_config or {}
-    )
-
-
-def params(value: float) -> dict[str, torch.Tensor]:
-    return {"b": torch.full((3,), value), "a": torch.tensor(value, dtype=torch.float64)}
+from flower_ext.federation.state.memory import ClientVault
+from tests.support.client_memory import context, disk_full, params
 
 
 def key_file(folder, content=b"k" * 32, mode=0o600):
@@ -33,9 +19,6 @@ def key_file(folder, content=b"k" * 32, mode=0o600):
     file.write_bytes(content)
     file.chmod(mode)
     return str(file)
-
-
-# Memory ------------------------------------------------------------------------------------
 
 
 def test_memory_outlives_the_context_in_a_folder_that_the_owner_names(tmp_path):
@@ -181,138 +164,23 @@ def test_clear_memory_is_refused_where_there_is_a_key(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "mode", "said"),
+    ("content", "mode", "message"),
     [
         (b"short", 0o600, "the file holds no key; expected 32 random bytes"),
         (b"k" * 32, 0o644, "chmod 600"),
     ],
 )
-def test_a_key_that_is_none_or_no_secret_is_refused(tmp_path, content, mode, said):
+def test_a_key_that_is_none_or_no_secret_is_refused(tmp_path, content, mode, message):
     file = key_file(tmp_path, content, mode)
-    with pytest.raises(InvalidValue, match=f"state-key-file={file}.*{said}"):
+    with pytest.raises(InvalidValue, match=f"state-key-file={file}.*{message}"):
         ClientMemory(context(state_folder=str(tmp_path), state_key_file=file), "one", "run")
 
 
-def test_what_cannot_be_written_leaves_what_was_there(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_earlier_memory(tmp_path, monkeypatch):
     memory = ClientMemory(context(state_folder=str(tmp_path)), "one", "run")
     memory.store(params(1.0), 1)
-    monkeypatch.setattr(os, "fsync", _full)
+    monkeypatch.setattr(os, "fsync", disk_full)
     with pytest.raises(OSError, match="disk is full"):
         memory.store(params(2.0), 2)
     assert memory.newest() == 1
     assert float(memory.load()["a"]) == 1.0
-
-
-def _full(descriptor):
-    raise OSError("disk is full")
-
-
-# The vault ---------------------------------------------------------------------------------
-
-
-def test_a_vault_holds_what_was_stored_last_for_one_method():
-    kept = context()
-    assert ClientVault(kept, "one").load() is None
-    ClientVault(kept, "one").store(b"first")
-    ClientVault(kept, "one").store(b"second")
-    assert ClientVault(kept, "one").load() == b"second"
-    assert ClientVault(kept, "other").load() is None
-
-
-def test_with_a_folder_a_vault_outlives_the_context(tmp_path):
-    folder = str(tmp_path / "made" / "here")
-    ClientVault(context(state_folder=folder), "one").store(b"secret")
-    assert ClientVault(context(state_folder=folder), "one").load() == b"secret"
-
-
-def test_a_folder_is_ahead_of_a_context_that_was_not_handed_on(tmp_path):
-    kept = context(state_folder=str(tmp_path))
-    ClientVault(kept, "one").store(b"round 1")
-    ClientVault(context(state_folder=str(tmp_path)), "one").store(b"round 2")
-    assert ClientVault(kept, "one").load() == b"round 2"
-
-
-def test_what_cannot_be_written_is_not_kept_in_the_context_either(tmp_path, monkeypatch):
-    kept = context(state_folder=str(tmp_path))
-    ClientVault(kept, "one").store(b"round 1")
-    monkeypatch.setattr(os, "fsync", _full)
-    with pytest.raises(OSError, match="disk is full"):
-        ClientVault(kept, "one").store(b"round 2")
-    assert ClientVault(kept, "one").load() == b"round 1"
-    assert ClientVault(context(), "one").load() is None
-
-
-def test_of_two_outcomes_of_one_stored_state_the_second_is_refused(tmp_path):
-    folder = str(tmp_path)
-    ClientVault(context(state_folder=folder), "one").store(b"shared")
-    first, second = (ClientVault(context(state_folder=folder), "one") for _ in range(2))
-    assert first.load() == second.load() == b"shared"
-    first.store(b"masked by the first")
-    with pytest.raises(ProtocolError, match="state changed while it answered"):
-        second.store(b"masked by the second")
-    first.store(b"unmasked by the first")
-    assert second.load() == b"unmasked by the first"
-    second.store(b"the next")
-
-
-def test_of_two_first_outcomes_the_second_is_refused(tmp_path):
-    first, second = (ClientVault(context(state_folder=str(tmp_path)), "one") for _ in range(2))
-    assert first.load() is second.load() is None
-    first.store(b"keys of the first")
-    with pytest.raises(ProtocolError, match="state changed"):
-        second.store(b"keys of the second")
-
-
-def test_secrets_are_in_a_separate_folder_that_backups_can_omit(tmp_path):
-    kept = context(state_folder=str(tmp_path))
-    ClientMemory(kept, "one", "run").store(params(1.0), 1)
-    ClientVault(kept, "one").store(b"secret")
-    holding = [p for p in tmp_path.rglob("*") if p.is_file() and b"secret" in p.read_bytes()]
-    assert {file.parent for file in holding} == {tmp_path / "secrets"}
-
-
-def test_secrets_of_runs_that_ended_long_ago_are_removed_when_another_begins(tmp_path):
-    old, under_way = (
-        Context(run_id=n, node_id=3, node_config=facts, state=RecordDict(), run_config={})
-        for n, facts in ((1, {"state-folder": str(tmp_path)}), (2, {"state-folder": str(tmp_path)}))
-    )
-    for kept in (old, under_way):
-        ClientVault(kept, "one").store(b"secret")
-    (file,) = (tmp_path / "secrets").glob("1-*.secret")
-    os.utime(file, (0, 0))
-    new = ClientVault(context(state_folder=str(tmp_path)), "one")
-    new.store(b"keys")
-    assert ClientVault(old, "one").load() == b"secret"  # in its context, which is the process's
-    assert sorted(f.name[:2] for f in (tmp_path / "secrets").glob("*.secret")) == ["2-", "7-"]
-
-
-def test_a_client_that_forgets_leaves_no_keys_of_masked_sums_of_any_run(tmp_path):
-    methods = ("fedavg-sum", "uldp_avg")
-
-    def of(run_id, node_id):
-        facts = {"partition-id": node_id, "state-folder": str(tmp_path)}
-        return Context(run_id, node_id, facts, RecordDict(), {})
-
-    for run_id, node_id in ((1, 3), (7, 3), (7, 33), (3, 4)):
-        for method in methods:
-            ClientVault(of(run_id, node_id), method).store(b"keys")
-    ClientVault(of(1, 3), "uldp_avg-draws", is_permanent=True).store(b"drawn")
-    (tmp_path / "secrets" / ".1-3-fedavg-sum.secret.99-00@other.draft").write_bytes(b"half")
-    forget_client(of(7, 3), ["study"])
-    left = {file.name for file in (tmp_path / "secrets").iterdir()} - {".lock"}
-    others = {f"{who}-{method}.secret" for who in ("7-33", "3-4") for method in methods}
-    # Of earlier runs, a silo's keys of weighted sums stay: no silo is asked to forget.
-    assert left == {*others, "1-3-uldp_avg.secret", "1-3-uldp_avg-draws.permanent"}
-
-
-def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
-    kept = context(state_folder=str(tmp_path))
-    ClientVault(kept, "one").store(b"first")
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    for writer, content in ((dead.pid, b"half a secr"), (os.getpid(), b"at work")):
-        name = f".7-3-one.secret.{writer}-00@{socket.gethostname()}.draft"
-        (tmp_path / "secrets" / name).write_bytes(content)
-    ClientVault(kept, "one").store(b"second")
-    (left,) = (tmp_path / "secrets").glob(".*.draft")
-    assert left.read_bytes() == b"at work"

@@ -3,131 +3,60 @@
 import multiprocessing
 from collections import Counter
 from copy import deepcopy
-from dataclasses import replace
 from itertools import cycle, product
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
-from scipy import stats
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
 from flower_ext.errors import ProtocolError
 from flower_ext.federation import records
-from flower_ext.federation.client import client_side, preparing
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums import masked_member
 from flower_ext.federation.sums.masked import BEGIN, KEYS, UNMASK
 from flower_ext.privacy import (
-    AdversaryView,
-    FixedSizeSampling,
-    FullParticipation,
     Ledger,
-    NonPrivatePlan,
-    SecureSum,
-    SeededNoise,
 )
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.secure.aggregation import member
 from flower_ext.secure.aggregation.context import Invitation
-from flower_ext.training import LocalTraining
 from tests.faults.malformed import copied
 from tests.support.grids import grid as grid_of
 from tests.support.losing import STAGES, Losing, stage_of
-from tests.support.secure_runs import CLIENTS, SEED, plan, strategy_of
+from tests.support.masked_runs import assert_same, expected_model, run
+from tests.support.secure_runs import CLIENTS, strategy_of
 from tests.support.secure_sum import Round, round_context
 from tests.support.travelling import Recorder
-from tests.support.worlds import initial, task
-
-
-def run(strategy, grid=Recorder, rounds=1, **facts):
-    base = strategy.base if isinstance(strategy, Upcycled) else strategy
-    app = base.method.client_app(task(), allow_seeded_noise=True)
-    found = grid(app, num_clients=base.run.plan.sampling.population)
-    for name, value in facts.items():
-        setattr(found, name, frozenset(value))
-    result = strategy.start(found, initial(), num_rounds=rounds)
-    return found, records.to_arrays(result.arrays)
-
-
-def raw_updates():
-    """Return each client's upload of the first round, before clipping and noise.
-
-    Clients train as they do before clipping: in the forms in which no bit depends on others.
-    """
-    bare = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-
-    def invariant(*args, **options):
-        assignment = preparing.assign(*args, **options)
-        return replace(assignment, work=replace(assignment.work, batch_invariant=True))
-
-    with patch.object(client_side, "assign", invariant):
-        grid, _ = run(strategy_of(plan=bare, seeded_noise=False))
-    return {
-        reply.metadata.src_node_id - 1_000: records.to_arrays(reply.content[records.UPDATE])
-        for reply in grid.received
-        if reply.metadata.message_type.startswith("train")
-    }
-
-
-def expected_model(answered):
-    """Return the next model by a plain sum of the same clipped, rounded and noised updates."""
-    private = plan().mechanism()
-    protection = private.client_protection(private.num_members)
-    start = records.to_arrays(initial())
-    total = {name: np.zeros(array.shape, np.int64) for name, array in start.items()}
-    for partition, update in raw_updates().items():
-        if partition in answered:
-            noise = SeededNoise(SEED, "client-noise", partition, 1)
-            for name, cells in protection.released(update, noise).items():
-                total[name] += cells
-    missing = CLIENTS - len(set(answered))
-    if missing:  # the server adds the shares of the missing clients
-        stddev = protection.noise_stddev / private.masked.cell * np.sqrt(missing)
-        total = {name: total[name] for name in sorted(total)}
-        total = SeededNoise(SEED, "server-noise", 1).add_discrete_gaussian(total, stddev)
-    return {
-        name: start[name] + (total[name] * private.masked.cell / CLIENTS).astype(np.float32)
-        for name in start
-    }
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array)
-
-
-# The sum ------------------------------------------------------------------------------------------
+from tests.support.worlds import initial
 
 
 def test_the_model_equals_that_of_the_plain_sum_bit_for_bit():
-    _, found = run(strategy_of())
-    assert_same(found, expected_model(range(CLIENTS)))
+    _, model = run(strategy_of())
+    assert_same(model, expected_model(range(CLIENTS)))
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("way", ["lost", "answers"])
-@pytest.mark.parametrize("who", [pytest.param((0,), marks=pytest.mark.full), (1, 6)])
-def test_clients_lost_in_any_stage_leave_the_sum_of_the_others(stage, way, who):
+@pytest.mark.parametrize("partitions", [pytest.param((0,), marks=pytest.mark.full), (1, 6)])
+def test_clients_lost_in_any_stage_leave_the_sum_of_the_others(stage, way, partitions):
     strategy = strategy_of()
-    _, found = run(strategy, Losing, **{way: [(partition, stage) for partition in who]})
-    gone = () if stage == UNMASK else who  # a client is in the sum once it has uploaded
-    assert_same(found, expected_model(set(range(CLIENTS)) - set(gone)))
+    _, model = run(strategy, Losing, **{way: [(partition, stage) for partition in partitions]})
+    gone = () if stage == UNMASK else partitions  # a client is in the sum once it has uploaded
+    assert_same(model, expected_model(set(range(CLIENTS)) - set(gone)))
     assert strategy.participations.rounds == 1
 
 
 def test_losses_in_every_stage_of_a_round_leave_the_others_sum():
-    _, found = run(strategy_of(), Losing, lost=[(0, BEGIN), (3, KEYS)], answers=[(5, UNMASK)])
-    assert_same(found, expected_model({1, 2, 4, 5, 6, 7}))
+    _, model = run(strategy_of(), Losing, lost=[(0, BEGIN), (3, KEYS)], answers=[(5, UNMASK)])
+    assert_same(model, expected_model({1, 2, 4, 5, 6, 7}))
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_with_too_few_left_a_round_is_discarded(stage, logged):
     strategy = strategy_of()
-    grid, found = run(strategy, Losing, answers=[(p, stage) for p in range(4)])
-    assert_same(found, records.to_arrays(initial()))
+    grid, model = run(strategy, Losing, answers=[(p, stage) for p in range(4)])
+    assert_same(model, records.to_arrays(initial()))
     assert "round 1 discarded" in logged.text
     trained = [m for m in grid.received if m.metadata.message_type.startswith("train")]
     assert bool(trained) == (stage in ("train", UNMASK))  # otherwise nobody was asked to
@@ -181,8 +110,8 @@ class Restarting(Recorder):
 def test_a_client_that_restarts_after_each_message_answers_nothing_twice(
     tmp_path,
 ):
-    grid, found = run(strategy_of(), Restarting, folder=[str(tmp_path)])
-    assert_same(found, expected_model(range(CLIENTS)))
+    grid, model = run(strategy_of(), Restarting, folder=[str(tmp_path)])
+    assert_same(model, expected_model(range(CLIENTS)))
     assert Counter(stage for stage, *_ in grid.twice) == dict.fromkeys(STAGES, CLIENTS)
     for stage, first, again in grid.twice:
         assert not first.has_error()
@@ -205,12 +134,12 @@ class Forgetting(Recorder):
 
 def test_without_a_folder_a_client_that_forgot_the_round_leaves_it():
     strategy = strategy_of()
-    _, found = run(strategy, Forgetting)
-    assert_same(found, expected_model(set(range(CLIENTS)) - {3}))
+    _, model = run(strategy, Forgetting)
+    assert_same(model, expected_model(set(range(CLIENTS)) - {3}))
     assert any("name a state-folder in its node config" in one for one in strategy.refusals)
 
 
-def _mask_at_once(folder, asked, value, both_loaded, outcomes):
+def _mask_at_once(folder, question, value, both_loaded, outcomes):
     """Answer a training message in a process that has loaded its state when the other one has."""
     load = ClientVault.load
 
@@ -224,7 +153,7 @@ def _mask_at_once(folder, asked, value, both_loaded, outcomes):
     context = Context(run_id=7, node_id=3, node_config=facts, state=RecordDict(), run_config={})
     try:
         cells = ClipAndNoise(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16)
-        sums = {records.SECURE_SUM: asked}
+        sums = {records.SECURE_SUM: question}
         masked_member.seal({"w": np.full(50, value, np.int64)}, cells, sums, context, "one")
         outcomes.put("masked")
     except ProtocolError as error:
@@ -236,7 +165,7 @@ def test_of_two_processes_with_one_training_message_only_one_masks(tmp_path):
     deliveries = one.share(one.advertise())
     facts = {"partition-id": 0, "state-folder": str(tmp_path)}
     context = Context(run_id=7, node_id=3, node_config=facts, state=RecordDict(), run_config={})
-    asked = {"delivery": np.frombuffer(deliveries[0].to_bytes(), np.uint8)}
+    question = {"delivery": np.frombuffer(deliveries[0].to_bytes(), np.uint8)}
     processes = multiprocessing.get_context("fork")
     for _ in range(10):
         vault = ClientVault(context, "one-sum")
@@ -244,7 +173,7 @@ def test_of_two_processes_with_one_training_message_only_one_masks(tmp_path):
         both_loaded, outcomes = processes.Barrier(2), processes.Queue()
         twins = [
             processes.Process(
-                target=_mask_at_once, args=(str(tmp_path), asked, v, both_loaded, outcomes)
+                target=_mask_at_once, args=(str(tmp_path), question, v, both_loaded, outcomes)
             )
             for v in (1, 2)
         ]
@@ -309,8 +238,8 @@ def far_off(data):
 def test_a_sum_that_a_member_spoiled_is_discarded_with_a_reason(logged, tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     strategy = strategy_of(ledger=ledger)
-    _, found = run(strategy, Crafting, stage=["train"], craft=[far_off])
-    assert_same(found, records.to_arrays(initial()))
+    _, model = run(strategy, Crafting, stage=["train"], craft=[far_off])
+    assert_same(model, records.to_arrays(initial()))
     assert "round 1 discarded: the noised sum has a norm of" in logged.text
     assert "a member spoiled it" in logged.text
     (entry,) = [e for e in Ledger.read(tmp_path / "ledger.jsonl") if e["kind"] == "discard"]
@@ -327,9 +256,9 @@ class Garbling(Recorder):
         messages = [copied(message) for message in messages]
         for message in messages:
             if message.metadata.dst_node_id == 1_003 and stage_of(message) in self.stage:
-                asked = records.to_arrays(message.content[records.SECURE_SUM])
+                question = records.to_arrays(message.content[records.SECURE_SUM])
                 (garble,) = self.garble
-                changed = {name: garble(array) for name, array in asked.items()}
+                changed = {name: garble(array) for name, array in question.items()}
                 message.content[records.SECURE_SUM] = records.to_record(changed)
         return super().send_and_receive(messages, timeout=timeout)
 
@@ -349,9 +278,9 @@ GARBLED = {
 )
 def test_an_odd_server_message_is_one_clients_error_only(stage, garble):
     strategy = strategy_of()
-    _, found = run(strategy, Garbling, stage=[stage], garble=[GARBLED[garble]])
+    _, model = run(strategy, Garbling, stage=[stage], garble=[GARBLED[garble]])
     gone = {3} if stage != UNMASK else set()
-    assert_same(found, expected_model(set(range(CLIENTS)) - gone))
+    assert_same(model, expected_model(set(range(CLIENTS)) - gone))
     assert "node 1003" in strategy.refusals[0]
 
 
@@ -360,11 +289,11 @@ def test_a_client_that_reveals_wrong_shares_is_named_and_the_sum_right(logged):
         return data[:74] + bytes([data[74] ^ 1]) + data[75:]
 
     strategy = strategy_of()
-    _, found = run(strategy, Crafting, stage=[UNMASK], craft=[wrong])
-    assert_same(found, expected_model(range(CLIENTS)))
-    (said,) = strategy.refusals
-    assert "client 3: it revealed wrong shares" in said
-    assert said in logged.text
+    _, model = run(strategy, Crafting, stage=[UNMASK], craft=[wrong])
+    assert_same(model, expected_model(range(CLIENTS)))
+    (refusal,) = strategy.refusals
+    assert "client 3: it revealed wrong shares" in refusal
+    assert refusal in logged.text
 
 
 def test_a_client_whose_shares_cannot_be_opened_is_named(logged):
@@ -372,11 +301,11 @@ def test_a_client_whose_shares_cannot_be_opened_is_named(logged):
         return data[:-65] + bytes([data[-65] ^ 1]) + data[-64:]
 
     strategy = strategy_of()
-    _, found = run(strategy, Crafting, stage=[KEYS], craft=[wrong])
-    assert_same(found, expected_model(range(CLIENTS)))
-    (said,) = strategy.refusals
-    assert "client 3: its sealed shares could not be opened by clients" in said
-    assert said in logged.text
+    _, model = run(strategy, Crafting, stage=[KEYS], craft=[wrong])
+    assert_same(model, expected_model(range(CLIENTS)))
+    (refusal,) = strategy.refusals
+    assert "client 3: its sealed shares could not be opened by clients" in refusal
+    assert refusal in logged.text
 
 
 def test_a_client_that_deals_shares_of_another_secret_discards_the_round(logged, monkeypatch):
@@ -389,11 +318,11 @@ def test_a_client_that_deals_shares_of_another_secret_discards_the_round(logged,
 
     monkeypatch.setattr(member, "split_secret", split)
     strategy = strategy_of()
-    _, found = run(strategy)
-    assert_same(found, records.to_arrays(initial()))
-    (said,) = strategy.refusals
-    assert "client 3: no secret fits both its shares and what it sent before" in said
-    assert said in logged.text
+    _, model = run(strategy)
+    assert_same(model, records.to_arrays(initial()))
+    (refusal,) = strategy.refusals
+    assert "client 3: no secret fits both its shares and what it sent before" in refusal
+    assert refusal in logged.text
 
 
 class Replacing(Crafting):
@@ -428,19 +357,19 @@ class Replacing(Crafting):
 )
 def test_an_answer_of_other_arrays_is_refused_and_the_others_go_on(stage, replaced):
     strategy = strategy_of()
-    _, found = run(strategy, Replacing, stage=[stage], arrays=[replaced])
+    _, model = run(strategy, Replacing, stage=[stage], arrays=[replaced])
     gone = {3} if stage == "train" else set()
-    assert_same(found, expected_model(set(range(CLIENTS)) - gone))
-    (said,) = strategy.refusals
-    assert "expected one array of bytes (uint8) with a name in ('message',)" in said
+    assert_same(model, expected_model(set(range(CLIENTS)) - gone))
+    (refusal,) = strategy.refusals
+    assert "expected one array of bytes (uint8) with a name in ('message',)" in refusal
 
 
 @pytest.mark.parametrize("method", [DPFedAvg, DP2FedSAM])
 def test_methods_whose_updates_are_summed_run_by_the_same_setting(method):
     strategy = strategy_of(method)
-    grid, found = run(strategy, rounds=2)
+    grid, model = run(strategy, rounds=2)
     assert strategy.refusals == []
-    assert any(np.any(array != records.to_arrays(initial())[n]) for n, array in found.items())
+    assert any(np.any(array != records.to_arrays(initial())[n]) for n, array in model.items())
     assert strategy.participations.rounds == 2
     assert sum(stage_of(message) == UNMASK for message in grid.sent) == 2 * CLIENTS
 
@@ -448,105 +377,3 @@ def test_methods_whose_updates_are_summed_run_by_the_same_setting(method):
 def test_upcycling_asks_for_keys_in_the_rounds_that_train_alone():
     grid, _ = run(Upcycled(strategy_of(), coefficient=0.5), rounds=4)
     assert sum(stage_of(message) == BEGIN for message in grid.sent) == 2 * CLIENTS
-
-
-# What others see ----------------------------------------------------------------------------------
-
-
-def uploads(grid):
-    return [
-        reply.content
-        for reply in grid.received
-        if reply.metadata.message_type.startswith("train") and reply.has_content()
-    ]
-
-
-def test_nothing_but_uniform_bytes_leaves_a_client_that_trains():
-    grid, _ = run(strategy_of(seeded_noise=False), rounds=8)
-    sent = uploads(grid)
-    assert len(sent) == 8 * CLIENTS
-    assert {tuple(content.keys()) for content in sent} == {(records.UPDATE,)}
-    masked = [content[records.UPDATE]["message"].numpy()[-4 * 56 :] for content in sent]
-    counts = np.bincount(np.concatenate(masked), minlength=256)
-    assert stats.chisquare(counts).pvalue > 1e-10
-
-
-def test_the_same_update_is_sent_as_other_bytes_in_another_run():
-    one, two = (uploads(run(strategy_of())[0])[0][records.UPDATE]["message"] for _ in range(2))
-    first, second = (array.numpy()[-4 * 56 :] for array in (one, two))
-    assert (first == second).mean() < 0.1
-
-
-# What is promised ---------------------------------------------------------------------------------
-
-
-def sums_only(strategy):
-    return next(
-        one
-        for one in strategy.guarantees()
-        if one.view is AdversaryView.SUM_ONLY and one.basis == "provable"
-    )
-
-
-def test_an_adversary_that_sees_sums_needs_only_assumptions_the_run_meets():
-    plain, secure = strategy_of(plan=plan(noise_placement="client")), strategy_of()
-    for strategy in (plain, secure):
-        run(strategy, rounds=3)
-    before, after = sums_only(plain), sums_only(secure)
-    assert any("which this run does not provide" in a for a in before.assumptions)
-    assert not any("which this run does not provide" in a for a in after.assumptions)
-    assert any("at most 0 of each cohort of 8 collude;" in a for a in after.assumptions)
-    assert any("discrete Gaussian" in a for a in after.assumptions)
-    # Eight clients without collusion: the least number of answers has all of the noise.
-    assert after.epsilon == pytest.approx(before.epsilon)
-
-
-def test_the_noise_of_clients_that_may_collude_is_not_counted():
-    sums = SecureSum(colluding=0.25, dropouts=0.25)
-    assert sums.for_cohort(CLIENTS).honest_answers == 4  # of 6 answers
-    colluding = strategy_of(plan=plan(noise_placement=sums))
-    run(colluding, rounds=2)
-    assert colluding.participations.in_sums == pytest.approx(2 * 6 / 4)
-    assert sums_only(colluding).epsilon > 0
-
-
-@pytest.mark.parametrize("lost", [pytest.param((), marks=pytest.mark.full), (0, 5)])
-def test_the_released_noise_is_the_same_however_many_answered(lost):
-    """Models learn nothing over the rounds, so the released sum is noise only."""
-    still = LocalTraining(epochs=1, batch_size=10, learning_rate=1e-30)
-    models, start = [], records.to_arrays(initial())
-    for _ in range(20):
-        strategy = strategy_of(local=still, seeded_noise=False)
-        _, found = run(strategy, Losing, lost=[(partition, "train") for partition in lost])
-        models.append(np.concatenate([(found[n] - start[n]).ravel() for n in sorted(start)]))
-    noise = np.concatenate(models) * CLIENTS
-    sums = plan().mechanism()
-    expected = sums.noise_stddev * np.sqrt(CLIENTS / sums.masked.parameters.least_answers)
-    assert noise.std() == pytest.approx(expected, rel=7 / np.sqrt(2 * noise.size))
-
-
-# What is refused ----------------------------------------------------------------------------------
-
-
-def test_a_client_that_names_another_member_is_lost():
-    class Impersonating(Recorder):
-        def send_and_receive(self, messages, *, timeout=None):
-            replies = super().send_and_receive(messages, timeout=timeout)
-            stages = {m.metadata.message_type for m in self.sent[-len(replies) :]}
-            if any(kind.startswith("train") for kind in stages):
-                replies[0].content = replies[1].content
-            return replies
-
-    strategy = strategy_of()
-    _, found = run(strategy, Impersonating)
-    assert any("the client that sent the message" in refusal for refusal in strategy.refusals)
-    assert_same(found, expected_model(set(range(1, CLIENTS))))
-
-
-def test_clients_of_a_fixed_size_are_drawn_and_summed():
-    sampling = FixedSizeSampling(population=CLIENTS, size=5)
-    sums = SecureSum(colluding=0.0, dropouts=0.2)
-    strategy = strategy_of(plan=plan(sampling=sampling, noise_placement=sums))
-    grid, _ = run(strategy, rounds=3)
-    assert sum(stage_of(message) == "train" for message in grid.sent) == 15
-    assert strategy.refusals == []

@@ -63,7 +63,7 @@ def test_only_methods_that_open_their_part_take_part_in_the_set_up(method, first
 
 
 @pytest.mark.parametrize(
-    ("arrays", "said"),
+    ("arrays", "message"),
     [
         ({}, "the message has arrays {}: expected one array of bytes (uint8)"),
         (
@@ -75,14 +75,11 @@ def test_only_methods_that_open_their_part_take_part_in_the_set_up(method, first
         ({"keys": np.zeros(3, np.uint8)}, "silo 1 has no keys of this run"),
     ],
 )
-def test_a_silo_names_what_is_wrong_with_a_message(arrays, said, first_step):
+def test_a_silo_names_what_is_wrong_with_a_message(arrays, message, first_step):
     content = RecordDict({records.WEIGHTED_SUM: records.to_record(arrays)})
     reply, stored = reply_of(UldpAvg, first_step, content)
-    assert said in reply.error.reason
+    assert message in reply.error.reason
     assert stored is None
-
-
-# Contributions -----------------------------------------------------------------------------------
 
 
 COUNTS = np.array([[1, 2, 0, 3], [2, 0, 1, 1], [0, 0, 0, 4]])
@@ -125,7 +122,9 @@ def test_a_silo_with_an_unusual_update_sends_a_sum_of_zeros(odd, monkeypatch):
     updates, noise = world.draw(np.random.default_rng(3))
     message = world.begin(1)
     *others, _ = world.silos
-    sums = [weigh(one, message, world.own(i, updates), noise[i]) for i, one in enumerate(others)]
+    sums = [
+        weigh(one, message, world.updates_of(i, updates), noise[i]) for i, one in enumerate(others)
+    ]
     total = of_silo_2(world, message)
     monkeypatch.setattr(weighted_silo, "clip_each_row", lambda rows, norm: rows)
     total.add([3], {"weight": torch.from_numpy(odd)[None]})

@@ -1,3 +1,5 @@
+"""Accountants give known numbers, agree with independent ones, and never report too little."""
+
 import itertools
 import math
 
@@ -33,6 +35,7 @@ EVERYONE = FullParticipation(100)
 
 
 def epsilon(sampling, relation=ADD_OR_REMOVE, *, sigma=1.0, rounds=200, delta=1e-3, **how):
+    """Return the ε of rounds under one sampling."""
     return privacy_loss(
         sampling=sampling,
         noise_multiplier=sigma,
@@ -144,9 +147,9 @@ def test_the_least_of_the_bounds_is_taken_and_named(rate, delta):
 def test_no_rounding_takes_pld_below_the_exact_loss_of_gaussians(delta):
     gaussian = dp_accounting.dp_event.MixtureOfGaussiansDpEvent(30.0, [1.0], [1.0])
     exact = gaussian_loss(30.0, releases=1000, delta=delta).epsilon
-    found = pld_epsilon([(gaussian, 1000)], delta, interval=1e-3)
-    assert found >= exact
-    assert found == pytest.approx(exact, rel=1e-3) or delta < 1e-11
+    epsilon_found = pld_epsilon([(gaussian, 1000)], delta, interval=1e-3)
+    assert epsilon_found >= exact
+    assert epsilon_found == pytest.approx(exact, rel=1e-3) or delta < 1e-11
 
 
 def test_gaussians_alone_are_accounted_exactly_unless_renyi_divergences_are_asked_for():
@@ -327,8 +330,8 @@ def told_by_the_sum(rate, sigma, rounds, deltas):
             pair = (absent, present) if side == 1 else (present, absent)
             for place, delta in enumerate(deltas):
                 if pair[0] > delta and pair[1] > 0:
-                    found = math.log((pair[0] - delta) / pair[1])
-                    bounds[place] = max(bounds[place], found)
+                    epsilon_found = math.log((pair[0] - delta) / pair[1])
+                    bounds[place] = max(bounds[place], epsilon_found)
     return bounds
 
 
@@ -341,11 +344,11 @@ def test_no_rounding_takes_epsilon_below_what_the_sum_of_all_outputs_tells(accou
     deltas = (*small, 1e-5, 0.1)
     for sigma, rate, rounds in itertools.product(noises, rates, (1, most)):
         bounds = told_by_the_sum(rate, sigma, rounds, deltas)
-        for delta, told in zip(deltas, bounds, strict=True):
+        for delta, least in zip(deltas, bounds, strict=True):
             facts = {"sigma": sigma, "rounds": rounds, "delta": delta, "accountant": accountant}
-            said = epsilon(PoissonSampling(10**6, rate), **facts)
-            assert said >= told * (1 - 1e-6) - 1e-9, (sigma, rate, rounds, delta)
-            seen.add(told > 1e-7)
+            reported = epsilon(PoissonSampling(10**6, rate), **facts)
+            assert reported >= least * (1 - 1e-6) - 1e-9, (sigma, rate, rounds, delta)
+            seen.add(least > 1e-7)
     assert seen == {True, False}
 
 

@@ -1,3 +1,5 @@
+"""Calibrated noise, rounds and rates meet their target, and only just."""
+
 import math
 from functools import partial
 
@@ -29,8 +31,8 @@ def searching_by(monkeypatch):
     """Let searches ask an accountant by name, because PLD takes long for many settings."""
 
     def choose(accountant):
-        asked = partial(privacy_loss_of, accountant=accountant)
-        monkeypatch.setattr(calibration, "privacy_loss_of", asked)
+        loss_of = partial(privacy_loss_of, accountant=accountant)
+        monkeypatch.setattr(calibration, "privacy_loss_of", loss_of)
 
     return choose
 

@@ -1,3 +1,5 @@
+"""The loss of a group of records is a valid bound, and a tight one."""
+
 import math
 
 import numpy as np

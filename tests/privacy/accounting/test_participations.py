@@ -1,3 +1,5 @@
+"""The participations of units in a run's releases: the most exposed unit counts."""
+
 import json
 
 import pytest

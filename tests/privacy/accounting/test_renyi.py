@@ -1,3 +1,5 @@
+"""Rényi divergences are exact up to rounding, and rounding never makes them too small."""
+
 import itertools
 import math
 from decimal import Decimal, localcontext
@@ -66,8 +68,8 @@ def test_fractional_orders_are_the_integral_that_defines_them(sigma, rate, order
 
     bounds = (-12 * sigma, max(order, 2) + 12 * sigma)
     moment, _ = integrate.quad(density, *bounds, epsabs=0, epsrel=1e-12, limit=1000)
-    (found,) = sampled_gaussian_renyi(sigma, rate, (order,))
-    assert found == pytest.approx(math.log(moment) / (order - 1), rel=1e-7, abs=1e-11)
+    (divergence,) = sampled_gaussian_renyi(sigma, rate, (order,))
+    assert divergence == pytest.approx(math.log(moment) / (order - 1), rel=1e-7, abs=1e-11)
 
 
 def test_divergences_never_fall_with_their_order_fractional_or_not():

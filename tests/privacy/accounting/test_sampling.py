@@ -1,3 +1,5 @@
+"""Samplers draw cohorts at the rate that is accounted for."""
+
 import numpy as np
 import pytest
 

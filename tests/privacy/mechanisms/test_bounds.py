@@ -1,3 +1,5 @@
+"""Clipping bounds the norm of updates, rows and scores in every precision."""
+
 import math
 from fractions import Fraction
 
@@ -226,6 +228,7 @@ def test_sums_of_unlike_updates_are_refused():
 
 
 def rows_of(values, kind):
+    """Return numbers as rows of two arrays, of NumPy or PyTorch."""
     stacked = {
         "a": np.asarray(values, np.float32)[:, :3],
         "b": np.asarray(values, np.float32)[:, 3],
@@ -234,6 +237,7 @@ def rows_of(values, kind):
 
 
 def one_by_one(rows, bound, weights):
+    """Return the weighted sum of rows that are clipped one by one."""
     total = {name: np.zeros(array.shape[1:]) for name, array in rows.items()}
     for number, weight in enumerate(weights):
         row = clip({name: array[number] for name, array in rows.items()}, bound).value
@@ -278,12 +282,12 @@ def test_rows_that_stay_apart_are_clipped_as_one_by_one(kind, scale):
         rows = {name: torch.from_numpy(array) for name, array in rows.items()}
     ours = clip_each_row(rows, 0.7)
     for number in range(5):
-        own = {name: np.asarray(array)[number] for name, array in ours.items()}
+        row = {name: np.asarray(array)[number] for name, array in ours.items()}
         theirs = clip({name: np.asarray(array)[number] for name, array in rows.items()}, 0.7)
-        assert l2_norm(own) <= 0.7
+        assert l2_norm(row) <= 0.7
         for name, array in theirs.value.items():
-            assert own[name].shape == array.shape
-            np.testing.assert_allclose(own[name], array, rtol=1e-10)
+            assert row[name].shape == array.shape
+            np.testing.assert_allclose(row[name], array, rtol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])

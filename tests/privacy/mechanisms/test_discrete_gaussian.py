@@ -42,21 +42,21 @@ def pmf(stddev, reach):
 @pytest.mark.parametrize("variance", [16**2, Fraction(20.7) ** 2, Fraction(90_001, 9), 21_160])
 def test_a_table_is_the_distribution_function_to_128_bits(variance):
     table = _table(Fraction(variance))
-    found = entries(table)
-    assert len(found) == 2 * table.reach
+    entry_values = entries(table)
+    assert len(entry_values) == 2 * table.reach
     with mpmath.workdps(60):
         exact = pmf(
             mpmath.sqrt(mpmath.mpf(Fraction(variance).numerator) / variance.denominator),
             table.reach,
         )
         summed = mpmath.mpf(0)
-        for entry, probability in zip(found, exact, strict=False):
+        for entry, probability in zip(entry_values, exact, strict=False):
             summed += probability
             assert -0.001 < summed * 2**128 - entry < 1.001
         # Values beyond the table are too rare to matter.
         assert 2 * exact[0] * table.reach < mpmath.mpf(2) ** -128
-    assert found == sorted(found)
-    assert found[-1] == 2**128 - 1
+    assert entry_values == sorted(entry_values)
+    assert entry_values[-1] == 2**128 - 1
 
 
 def entries(table):
@@ -66,10 +66,10 @@ def entries(table):
 
 def test_sixteen_bits_decide_what_128_would_and_nothing_else():
     table = _table(Fraction(50) ** 2)
-    found = entries(table)
+    entry_values = entries(table)
     for first in range(2**16):
-        least = bisect_right(found, first << 112)
-        most = bisect_right(found, ((first + 1) << 112) - 1)
+        least = bisect_right(entry_values, first << 112)
+        most = bisect_right(entry_values, ((first + 1) << 112) - 1)
         expected = least - table.reach if least == most else _UNDECIDED
         assert table.decided[first] == expected
     assert 0.002 < np.mean(table.decided == _UNDECIDED) < 0.01
@@ -78,9 +78,14 @@ def test_sixteen_bits_decide_what_128_would_and_nothing_else():
 def test_a_draw_from_a_table_counts_entries_up_to_128_random_bits():
     """At the edges of every entry, where 16 bits decide, 64 bits, or all of them."""
     table = _table(Fraction(16) ** 2)
-    found = entries(table)
-    for place in [0, 1, 90, table.reach, 300, len(found) - 1]:
-        for number in (found[place] - 1, found[place], found[place] + 1, found[place] ^ 1 << 60):
+    entry_values = entries(table)
+    for place in [0, 1, 90, table.reach, 300, len(entry_values) - 1]:
+        for number in (
+            entry_values[place] - 1,
+            entry_values[place],
+            entry_values[place] + 1,
+            entry_values[place] ^ 1 << 60,
+        ):
             if not 0 <= number < 2**128:
                 continue
             high, low = divmod(number, 2**64)
@@ -88,15 +93,15 @@ def test_a_draw_from_a_table_counts_entries_up_to_128_random_bits():
                 np.array([word], dtype="<u8") for word in (high >> 48, high % 2**48 << 16, low)
             )
             drawn = table.draw(1, lambda count, words=words: next(words)[:count])
-            assert drawn[0] == bisect_right(found, number) - table.reach
+            assert drawn[0] == bisect_right(entry_values, number) - table.reach
 
 
 @pytest.mark.parametrize("stddev", [16.0, 17.3, 71.3, 6_554.0, 2.0**18])
 def test_both_tables_together_have_the_variance_that_was_asked_for_exactly(stddev, monkeypatch):
-    asked = []
-    monkeypatch.setattr(discrete_gaussian, "_table", lambda variance: asked.append(variance))
+    requests = []
+    monkeypatch.setattr(discrete_gaussian, "_table", lambda variance: requests.append(variance))
     step, *_ = _tables.__wrapped__(stddev)
-    coarse, fine = asked
+    coarse, fine = requests
     assert step**2 * coarse + fine == Fraction(stddev) ** 2
     smoothing = coarse * fine / Fraction(stddev) ** 2  # r² of step 8
     assert smoothing >= 8.4
@@ -135,10 +140,10 @@ def test_every_whole_number_has_its_probability(stddev):
     expected = np.array([float(p) for p in pmf(stddev, 14 * round(stddev))])
     middle = len(expected) // 2
     expected = expected[middle - reach : middle + reach + 1] * count
-    found = np.bincount(drawn[np.abs(drawn) <= reach] + reach, minlength=2 * reach + 1)
+    counts = np.bincount(drawn[np.abs(drawn) <= reach] + reach, minlength=2 * reach + 1)
     rest = count - expected.sum()
-    found, expected = np.append(found, count - found.sum()), np.append(expected, rest)
-    assert stats.chisquare(found, expected).pvalue > LUCK
+    counts, expected = np.append(counts, count - counts.sum()), np.append(expected, rest)
+    assert stats.chisquare(counts, expected).pvalue > LUCK
 
 
 def test_draws_are_independent_of_each_other():
@@ -166,26 +171,26 @@ def test_draws_are_discrete_gaussian(stddev):
     else:
         expected = np.diff(normal.cdf(edges - 0.5))
     expected = np.append(expected, 1 - expected.sum()) * count
-    found = np.histogram(drawn, bins=edges)[0].astype(float)
+    counts = np.histogram(drawn, bins=edges)[0].astype(float)
     last = np.count_nonzero(drawn == edges[-1])  # NumPy's last cell is closed
-    found[-1] -= last
-    found = np.append(found, count - found.sum())
-    assert stats.chisquare(found, expected).pvalue > LUCK
+    counts[-1] -= last
+    counts = np.append(counts, count - counts.sum())
+    assert stats.chisquare(counts, expected).pvalue > LUCK
 
 
 def convolved(shares, probabilities):
     """Return the distribution of the sum of so many draws, with 60 digits."""
     with mpmath.workdps(60):
-        found = probabilities
+        total = probabilities
         for _ in range(shares - 1):
-            found = [
+            total = [
                 mpmath.fsum(
-                    found[j] * probabilities[i - j]
-                    for j in range(max(0, i - len(probabilities) + 1), min(len(found), i + 1))
+                    total[j] * probabilities[i - j]
+                    for j in range(max(0, i - len(probabilities) + 1), min(len(total), i + 1))
                 )
-                for i in range(len(found) + len(probabilities) - 1)
+                for i in range(len(total) + len(probabilities) - 1)
             ]
-        return found
+        return total
 
 
 @pytest.mark.parametrize("stddev", [1.0, 1.2])
@@ -193,15 +198,15 @@ def convolved(shares, probabilities):
 def test_a_sum_of_shares_is_discrete_gaussian_within_steps_1_to_3(stddev, shares):
     """The standard deviations are so small that the bound is measurable."""
     reach = 14
-    found = convolved(shares, pmf(stddev, reach))
+    distribution = convolved(shares, pmf(stddev, reach))
     whole = pmf(math.sqrt(shares) * stddev, shares * reach)
     with mpmath.workdps(60):
         theta = [
             2.01 * mpmath.exp(-2 * mpmath.pi**2 * stddev**2 * k / (k + 1)) for k in range(1, shares)
         ]
         bound = sum(mpmath.log((1 + t) / (1 - t)) for t in theta)
-        middle = range(len(found) // 2 - 4, len(found) // 2 + 5)
-        worst = max(abs(mpmath.log(found[i] / whole[i])) for i in middle)
+        middle = range(len(distribution) // 2 - 4, len(distribution) // 2 + 5)
+        worst = max(abs(mpmath.log(distribution[i] / whole[i])) for i in middle)
     assert worst <= bound
     assert worst > bound / 1e4  # the difference that the bound bounds
 
@@ -261,8 +266,8 @@ def test_noise_is_added_to_whole_numbers_by_both_sources():
         assert seeded[name].shape == secure[name].shape == array.shape
         assert seeded[name].dtype == secure[name].dtype == np.int64
         np.testing.assert_array_equal(seeded[name], again[name])
-    for found in (seeded, secure):
-        noise = found["a"] - 7
+    for noised in (seeded, secure):
+        noise = noised["a"] - 7
         assert abs(noise.mean()) < 7 * 50 / math.sqrt(noise.size)
         assert noise.std() == pytest.approx(50, rel=7 / math.sqrt(2 * noise.size))
     assert (secure["a"] != SecureNoise().add_discrete_gaussian(cells, 50.0)["a"]).mean() > 0.9

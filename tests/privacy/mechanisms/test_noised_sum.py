@@ -84,15 +84,15 @@ def test_an_honest_upload_may_be_its_sum_of_units_plus_noise_share():
 
 
 @pytest.mark.parametrize(
-    ("costs", "said"),
+    ("costs", "message"),
     [
         *(({"sensitivity": value}, "sensitivity=") for value in (0.0, 0.5, math.inf, math.nan)),
         *(({"approximation_error": value}, "approximation_error=") for value in (-0.1, math.inf)),
         ({"silos": 0}, "silos=0"),
     ],
 )
-def test_costs_that_no_sum_can_have_are_refused_by_name(costs, said):
-    with pytest.raises(InvalidValue, match=said):
+def test_costs_that_no_sum_can_have_are_refused_by_name(costs, message):
+    with pytest.raises(InvalidValue, match=message):
         noised_sum(**costs)
 
 
@@ -159,11 +159,11 @@ def test_the_reported_noise_is_in_random_cohorts_unlike_fixed_shares():
 
 @pytest.mark.parametrize(("members", "noise"), [(100, 1.0), (1_000, 0.5), (10_000, 0.01)])
 def test_no_sum_leaves_its_ring(members, noise):
-    own = sums_of(sampling=FullParticipation(members), noise_multiplier=noise)
-    bits = own.masked.bits
+    sums = sums_of(sampling=FullParticipation(members), noise_multiplier=noise)
+    bits = sums.masked.bits
     assert bits == (64 if noise == 0.01 else 32)
-    most = members * own.clipping_norm / own.masked.cell
-    share = own.masked.share_stddev / own.masked.cell
+    most = members * sums.clipping_norm / sums.masked.cell
+    share = sums.masked.share_stddev / sums.masked.cell
     assert most + 11 * share * math.sqrt(members) < 2 ** (bits - 1)
     with pytest.raises(ValueError, match=r"expected less than 2\*\*63"):
         ring_bits(2.0**63, 1.0)
@@ -171,10 +171,10 @@ def test_no_sum_leaves_its_ring(members, noise):
 
 @pytest.mark.parametrize("members", [5, 100, 1_000])
 def test_any_number_of_answers_is_worth_its_part_of_the_planned_noise(members):
-    own = sums_of(sampling=FullParticipation(members))
-    parameters = own.masked.parameters
-    share = own.masked.share_stddev / own.masked.cell
-    cells = own.noise_stddev / own.masked.cell
+    sums = sums_of(sampling=FullParticipation(members))
+    parameters = sums.masked.parameters
+    share = sums.masked.share_stddev / sums.masked.cell
+    cells = sums.noise_stddev / sums.masked.cell
     for answers in (1, parameters.honest_answers, parameters.least_answers):
         worth = answers * share**2 - 16
         assert worth >= cells**2 * answers / parameters.least_answers * (1 - 1e-12)
@@ -182,27 +182,27 @@ def test_any_number_of_answers_is_worth_its_part_of_the_planned_noise(members):
 
 
 def test_the_server_adds_the_noise_shares_of_clients_that_dropped_out():
-    own = sums_of()
+    sums = sums_of()
     like = {"a": np.zeros(200_000, np.float64)}
     cells = {"a": np.zeros(200_000, np.int64)}
-    share = own.masked.share_stddev
+    share = sums.masked.share_stddev
     for answered in (90, 99, 100):
-        found = released_sum(own, cells, answered=answered, like=like)
+        released = released_sum(sums, cells, answered=answered, like=like)
         expected = share * math.sqrt(100 - answered)
-        assert found.topped_up_stddev == pytest.approx(expected)
-        assert found.value["a"].std() * 100 == pytest.approx(expected, rel=0.02)
+        assert released.topped_up_stddev == pytest.approx(expected)
+        assert released.value["a"].std() * 100 == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize("stddevs", [0.01, 1.0, 1.04, 1.99])
 @pytest.mark.parametrize("dropouts", [0.0, 0.5, 0.75])
 def test_whatever_a_plan_accepts_its_clients_and_its_server_can_add(stddevs, dropouts):
     sums = SecureSum(colluding=0.0, dropouts=dropouts, resist_equivocation=False)
-    own = sums_of(noise_multiplier=stddevs, noise_placement=sums)
+    mechanism = sums_of(noise_multiplier=stddevs, noise_placement=sums)
     update = {"a": np.ones(3)}
-    cells = own.client_protection(own.num_members).released(update, SecureNoise())
-    least = own.masked.parameters.least_answers
-    found = released_sum(own, cells, answered=least, like=update)
-    assert np.isfinite(found.value["a"]).all()
+    cells = mechanism.client_protection(mechanism.num_members).released(update, SecureNoise())
+    least = mechanism.masked.parameters.least_answers
+    released = released_sum(mechanism, cells, answered=least, like=update)
+    assert np.isfinite(released.value["a"]).all()
 
 
 def test_a_plan_whose_noise_or_losses_cannot_be_added_is_refused():
@@ -238,52 +238,52 @@ def test_silos_are_members_whatever_users_are_drawn():
         sums_of(sampling=sampling, silos=5, **users)
         for sampling in (sampled, FullParticipation(1_000), PoissonSampling(10, 0.9))
     ]
-    assert {own.num_members for own in mechanisms} == {5}
-    assert {own.masked.parameters.least_answers for own in mechanisms} == {4}
-    assert len({own.masked.share_stddev for own in mechanisms}) == 1
-    for silos, said in ((2, "a cohort of 2"), (None, "with Poisson sampling")):
-        with pytest.raises(ValueError, match=said):
+    assert {mechanism.num_members for mechanism in mechanisms} == {5}
+    assert {mechanism.masked.parameters.least_answers for mechanism in mechanisms} == {4}
+    assert len({mechanism.masked.share_stddev for mechanism in mechanisms}) == 1
+    for silos, message in ((2, "a cohort of 2"), (None, "with Poisson sampling")):
+        with pytest.raises(ValueError, match=message):
             sums_of(sampling=sampled, silos=silos, **users)
 
 
 @pytest.mark.parametrize("users", [10, 1_000, 100_000])
 def test_the_ring_has_room_for_all_users_and_hides_how_many(users):
-    own, everyone = (
+    sums, everyone = (
         sums_of(sampling=sampling, silos=5)
         for sampling in (PoissonSampling(users, 0.01), FullParticipation(users))
     )
-    assert own.masked.bits == everyone.masked.bits == (64 if users == 100_000 else 32)
-    most = users * own.clipping_norm / own.masked.cell
-    assert most < 2 ** (own.masked.bits - 1)
+    assert sums.masked.bits == everyone.masked.bits == (64 if users == 100_000 else 32)
+    most = users * sums.clipping_norm / sums.masked.cell
+    assert most < 2 ** (sums.masked.bits - 1)
 
 
 def test_a_sum_in_cells_becomes_the_average_over_the_expected_cohort():
-    own = sums_of()
+    sums = sums_of()
     like = {"b": np.zeros((2, 2), np.float32), "a": np.zeros(3, np.float32)}
     cells = {"a": np.array([1, -2, 3]), "b": np.array([[2**20, 0], [0, -7]])}
-    found = released_sum(own, cells, answered=100, like=like)
-    assert found.answered == 100
+    released = released_sum(sums, cells, answered=100, like=like)
+    assert released.answered == 100
     for name, array in like.items():
-        assert found.value[name].dtype == array.dtype
-        expected = (cells[name] * own.masked.cell / 100).astype(np.float32)
-        np.testing.assert_array_equal(found.value[name], expected)
+        assert released.value[name].dtype == array.dtype
+        expected = (cells[name] * sums.masked.cell / 100).astype(np.float32)
+        np.testing.assert_array_equal(released.value[name], expected)
 
 
 @pytest.mark.parametrize("numbers", [1, 3, 10_000])
 @pytest.mark.parametrize("silos", [None, 5])
 def test_a_sum_of_the_largest_honest_answers_is_released_but_none_larger(numbers, silos):
     """All units send C in one direction, and their noise lies there too, as far as it ever does."""
-    own = sums_of(silos=silos)
-    largest = own.sampling.population * own.clipping_norm
-    stddev = own.masked.share_stddev * math.sqrt(own.num_members)
+    sums = sums_of(silos=silos)
+    largest = sums.sampling.population * sums.clipping_norm
+    stddev = sums.masked.share_stddev * math.sqrt(sums.num_members)
     honest = largest + stddev * math.sqrt(stats.chi2(numbers).isf(2.0**-40))
     like = {"a": np.zeros(numbers)}
 
     def released(norm):
-        cells = {"a": np.full(numbers, int(norm / math.sqrt(numbers) / own.masked.cell))}
-        return released_sum(own, cells, answered=own.num_members, like=like)
+        cells = {"a": np.full(numbers, int(norm / math.sqrt(numbers) / sums.masked.cell))}
+        return released_sum(sums, cells, answered=sums.num_members, like=like)
 
-    assert released(honest).answered == own.num_members
+    assert released(honest).answered == sums.num_members
     spoiled = largest + 1.5 * (honest - largest)
     with pytest.raises(RoundDiscarded, match="a member spoiled it"):
         released(spoiled)

@@ -52,8 +52,8 @@ def test_rounding_moves_numbers_by_half_a_cell_and_clipping_norms_by_few(clippin
         assert np.abs(moved[name] - array).max() <= cell / 2
     large = update_of(5.0)
     expected = {name: array * clipping_norm / 5 for name, array in large.items()}
-    found = out_of_cells(in_cells(large, clipping_norm, cell).value, cell, large)
-    difference = {name: found[name] - expected[name] for name in expected}
+    rounded = out_of_cells(in_cells(large, clipping_norm, cell).value, cell, large)
+    difference = {name: rounded[name] - expected[name] for name in expected}
     assert l2_norm(difference) <= cell * (math.sqrt(3_001) / 2 + 10)
 
 
@@ -65,7 +65,7 @@ def test_arrays_of_torch_and_of_single_precision_give_the_same_numbers():
         np.testing.assert_array_equal(ours[name], theirs[name])
 
 
-def test_what_no_norm_bounds_is_refused():
+def test_updates_without_a_bounded_norm_are_refused():
     for bad in (math.nan, math.inf, -math.inf):
         with pytest.raises(NonFiniteUpdate, match="'a'"):
             in_cells({"a": np.array([1.0, bad])}, 1.0, cell_of(1.0))
@@ -83,9 +83,6 @@ def test_a_sum_of_other_names_or_shapes_is_no_model():
         out_of_cells({"a": whole["a"]}, 1.0, like)
     with pytest.raises(ValueError, match="shape"):
         out_of_cells({**whole, "a": whole["a"].ravel()}, 1.0, like)
-
-
-# Rows: one a user ---------------------------------------------------------------------------------
 
 
 def rows_of(norms, dimension=700, seed=2):
@@ -136,10 +133,10 @@ def test_a_sum_equals_that_of_its_rows_bit_for_bit(library, together, monkeypatc
     rows = rows_of(NORMS)
     parts = parts_of(rows, 1.0, cell_of(1.0), weights)
     for order in (range(len(NORMS)), rng.permutation(len(NORMS)), [3, 3, 1]):
-        own = {name: library(array[list(order)]) for name, array in rows.items()}
-        found = sum_rows_in_cells(own, 1.0, cell_of(1.0), weights[list(order)])
-        assert found.count == len(order)
-        for name, array in found.value.items():
+        ordered_rows = {name: library(array[list(order)]) for name, array in rows.items()}
+        total = sum_rows_in_cells(ordered_rows, 1.0, cell_of(1.0), weights[list(order)])
+        assert total.count == len(order)
+        for name, array in total.value.items():
             np.testing.assert_array_equal(array, sum(parts[k][name] for k in order))
 
 

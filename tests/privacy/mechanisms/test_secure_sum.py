@@ -61,18 +61,22 @@ def test_graphs_have_the_fewest_neighbours_that_break_no_bound_of_a_run(
     members, population, rounds, shares, resist
 ):
     sums = SecureSum(colluding=shares[0], dropouts=shares[1], resist_equivocation=resist)
-    found = sums.for_cohort(members, population=population, rounds=rounds)
-    assert found.threshold <= found.num_neighbors <= members - 1
-    if found.num_neighbors == members - 1:
-        both = 2 * found.threshold - found.num_neighbors if resist else found.threshold
-        assert found.colluders < both
+    graph_parameters = sums.for_cohort(members, population=population, rounds=rounds)
+    assert graph_parameters.threshold <= graph_parameters.num_neighbors <= members - 1
+    if graph_parameters.num_neighbors == members - 1:
+        both = (
+            2 * graph_parameters.threshold - graph_parameters.num_neighbors
+            if resist
+            else graph_parameters.threshold
+        )
+        assert graph_parameters.colluders < both
     else:
-        assert found.num_neighbors % 2 == 0
+        assert graph_parameters.num_neighbors % 2 == 0
         facts = (sums, members, population, rounds)
-        broken = bounds(*facts, found.num_neighbors, found.threshold)
+        broken = bounds(*facts, graph_parameters.num_neighbors, graph_parameters.threshold)
         assert max(broken.values()) <= 1, broken
-        for threshold in range(1, found.num_neighbors - 1):
-            assert max(bounds(*facts, found.num_neighbors - 2, threshold).values()) > 1
+        for threshold in range(1, graph_parameters.num_neighbors - 1):
+            assert max(bounds(*facts, graph_parameters.num_neighbors - 2, threshold).values()) > 1
 
 
 @pytest.mark.parametrize(
@@ -80,17 +84,22 @@ def test_graphs_have_the_fewest_neighbours_that_break_no_bound_of_a_run(
     [(0.1, 100, 1_000, 1), (0.1, 100, 1_000, 60), (0.05, 1_000, 10_000, 1_000), (0.1, 10, 50, 40)],
 )
 def test_no_cohort_of_a_run_has_more_colluders_than_are_counted(share, members, population, rounds):
-    found = SecureSum(colluding=share).for_cohort(members, population=population, rounds=rounds)
+    graph_parameters = SecureSum(colluding=share).for_cohort(
+        members, population=population, rounds=rounds
+    )
     law = (population, math.ceil(share * population), members)
-    assert rounds * at_least(found.colluders + 1, *law) <= INSECURE
-    assert rounds * at_least(found.colluders, *law) > INSECURE
-    assert found.honest_answers == found.least_answers - found.colluders
+    assert rounds * at_least(graph_parameters.colluders + 1, *law) <= INSECURE
+    assert rounds * at_least(graph_parameters.colluders, *law) > INSECURE
+    assert (
+        graph_parameters.honest_answers
+        == graph_parameters.least_answers - graph_parameters.colluders
+    )
 
 
 def test_of_few_clients_one_may_collude_and_all_of_them_count():
     for population, expected in ((3, 1), (9, 1), (10, 1), (11, 2), (50, 5)):
-        found = SecureSum(colluding=0.1, dropouts=0.0).for_cohort(population, rounds=100)
-        assert found.colluders == expected
+        graph_parameters = SecureSum(colluding=0.1, dropouts=0.0).for_cohort(population, rounds=100)
+        assert graph_parameters.colluders == expected
     assert SecureSum(colluding=0.0).for_cohort(9).colluders == 0
 
 
@@ -107,13 +116,15 @@ def test_in_complete_graphs_only_the_honest_members_reach_the_threshold(
             with pytest.raises(ValueError, match="or set SecureSum.resist_equivocation=False"):
                 sums.for_cohort(members)
             continue
-        found = sums.for_cohort(members)
-        lost = members - found.least_answers
-        assert found.num_neighbors == members - 1
-        assert found.colluders < found.threshold == members - 1 - lost
-        assert not resist or 2 * found.threshold > members - 1 + found.colluders
+        graph_parameters = sums.for_cohort(members)
+        lost = members - graph_parameters.least_answers
+        assert graph_parameters.num_neighbors == members - 1
+        assert graph_parameters.colluders < graph_parameters.threshold == members - 1 - lost
+        assert (
+            not resist or 2 * graph_parameters.threshold > members - 1 + graph_parameters.colluders
+        )
         assert lost >= dropouts * members - 1e-9
-        assert found.honest_answers >= 2
+        assert graph_parameters.honest_answers >= 2
 
 
 def test_up_to_64_members_are_all_neighbours():
@@ -130,11 +141,16 @@ def test_in_complete_graphs_of_random_cohorts_only_the_colluders_are_random(
     members, population, colluding, dropouts
 ):
     """The bound of a random graph would count it once for each member, and refuse the cohort."""
-    found = SecureSum(colluding=colluding, dropouts=dropouts).for_cohort(
+    graph_parameters = SecureSum(colluding=colluding, dropouts=dropouts).for_cohort(
         members, population=population
     )
-    assert (found.num_neighbors, found.threshold) == (members - 1, found.least_answers - 1)
-    assert found.colluders < 2 * found.threshold - found.num_neighbors
+    assert (graph_parameters.num_neighbors, graph_parameters.threshold) == (
+        members - 1,
+        graph_parameters.least_answers - 1,
+    )
+    assert (
+        graph_parameters.colluders < 2 * graph_parameters.threshold - graph_parameters.num_neighbors
+    )
 
 
 def test_without_a_number_of_rounds_a_run_has_one():
@@ -234,15 +250,15 @@ def test_random_circles_stay_whole_as_often_as_planned_unlike_with_fewer_neighbo
     """A bound for a single member without neighbours is wrong by half the number of members."""
     likely(failed=1.0)
     sums = SecureSum(colluding=0.0, dropouts=dropouts, resist_equivocation=False)
-    found = sums.for_cohort(members)
+    graph_parameters = sums.for_cohort(members)
     empty, rng, trials = round(dropouts * members), np.random.default_rng(2), 10_000
     assert (
-        splits(rng, members, empty, found.num_neighbors, trials) < 0.0155
+        splits(rng, members, empty, graph_parameters.num_neighbors, trials) < 0.0155
     )  # 0.01, and 5.5 stddevs
     fewer = next(
         k for k in range(2, members, 2) if members * at_least(k, members - 1, empty, k) <= 0.01
     )
-    assert fewer < found.num_neighbors
+    assert fewer < graph_parameters.num_neighbors
     assert splits(rng, members, empty, fewer, trials) > 0.05
 
 
@@ -251,17 +267,21 @@ def test_in_random_cohorts_colluders_unmask_as_rarely_as_planned(likely, resist)
     likely(failed=2.0**-10)
     members, population, trials = 100, 1_000, 10_000
     sums = SecureSum(colluding=0.1, dropouts=0.1, resist_equivocation=resist)
-    found = sums.for_cohort(members, population=population)
-    rng, half = np.random.default_rng(6), found.num_neighbors // 2
+    graph_parameters = sums.for_cohort(members, population=population)
+    rng, half = np.random.default_rng(6), graph_parameters.num_neighbors // 2
     everyone = np.tile(np.arange(population) < 100, (trials, 1))
     colluding = rng.permuted(everyone, axis=1)[:, :members].astype(np.int16)
     around = np.concatenate([colluding[:, -half:], colluding, colluding[:, :half]], axis=1)
     ahead = np.cumsum(np.pad(around, ((0, 0), (1, 0))), axis=1)
     near = ahead[:, 2 * half + 1 :] - ahead[:, :members] - colluding
-    both = 2 * found.threshold - found.num_neighbors if resist else found.threshold
+    both = (
+        2 * graph_parameters.threshold - graph_parameters.num_neighbors
+        if resist
+        else graph_parameters.threshold
+    )
     broken = np.any((near >= both) & (colluding == 0), axis=1)
     assert 0.0001 < np.mean(broken) < 0.0155
-    assert np.mean(colluding.sum(axis=1) > found.colluders) < 0.0155
+    assert np.mean(colluding.sum(axis=1) > graph_parameters.colluders) < 0.0155
 
 
 def test_the_table_of_the_documentation_is_what_the_code_computes():
@@ -271,8 +291,8 @@ def test_the_table_of_the_documentation_is_what_the_code_computes():
         for members, population, rounds in (*SIZES, *SAMPLED):
             sums = SecureSum(colluding=colluding, dropouts=dropouts)
             try:
-                found = sums.for_cohort(members, population=population, rounds=rounds)
-                cells.append(f"{found.num_neighbors}, {found.threshold}; {found.colluders}")
+                graph = sums.for_cohort(members, population=population, rounds=rounds)
+                cells.append(f"{graph.num_neighbors}, {graph.threshold}; {graph.colluders}")
             except ValueError:
                 cells.append("none")
         row = f"| {colluding:g}, {dropouts:g} | {' | '.join(cells)} |"
@@ -359,8 +379,8 @@ def test_no_lie_about_losses_shows_a_sum_of_too_few_honest_members(members, coll
     circle = {*range(parameters.threshold + 1)}
     seen = {i: (circle if i in circle else {*everyone}) - {i} for i in range(count, members)}
     lost = {i: gone - {i} for i in seen}
-    found = smallest_sum(parameters, seen, lost)
-    assert found is None or found >= parameters.honest_answers
+    graph_parameters = smallest_sum(parameters, seen, lost)
+    assert graph_parameters is None or graph_parameters >= parameters.honest_answers
     sizes = []
     for _ in range(300):
         picked = rng.permutation(members)[: parameters.threshold + 1]

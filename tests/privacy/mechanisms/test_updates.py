@@ -1,3 +1,5 @@
+"""Updates are real, finite arrays; their norms and totals are exact."""
+
 import numpy as np
 import pytest
 import torch
@@ -86,13 +88,13 @@ def test_numbers_are_finite_whatever_their_sum(dtype):
 def test_arrays_that_are_not_like_others_are_refused_without_their_numbers():
     like = {"a": np.full(3, 0.5, np.float32)}
     check_like({"a": torch.zeros(3, dtype=torch.float64)}, like)
-    for odd, said in (
+    for odd, message in (
         ({}, r"names differ: missing \['a'\]"),
         ({**like, "b": like["a"]}, r"unexpected \['b'\]"),
         ({"a": np.zeros(2, np.float32)}, r"'a' has shape \(2,\)"),
         ({"a": np.full(3, 7.25)}, "type float64: expected shape .* and type float32"),
     ):
-        with pytest.raises(InvalidValue, match=said) as refusal:
+        with pytest.raises(InvalidValue, match=message) as refusal:
             check_like(odd, like, types=True)
         assert "0.5" not in str(refusal.value)
         assert "7.25" not in str(refusal.value)

@@ -1,3 +1,5 @@
+"""The plan of group privacy covers all silos in all rounds."""
+
 import pytest
 
 from flower_ext.privacy import DpSgd, FullParticipation, GroupPlan
@@ -10,9 +12,9 @@ DELTA = 1e-5
 def test_a_group_plan_covers_all_its_silos_in_all_rounds():
     one_round = DpSgd(noise_multiplier=5.0, sampling_rate=0.05, steps=20)
     made = GroupPlan(sampling=FullParticipation(3), one_round=one_round, delta=DELTA)
-    told = {"group_size": 4, "not_covered": ["scores"], "secure_noise": False}
+    stated = {"group_size": 4, "not_covered": ["scores"], "secure_noise": False}
     every = DpSgd(noise_multiplier=5.0, sampling_rate=0.05, steps=140)
-    expected = uldp_group_guarantees(every, num_silos=3, delta=DELTA, **told)
+    expected = uldp_group_guarantees(every, num_silos=3, delta=DELTA, **stated)
     facts = {"not_covered": ["scores"], "secure_noise": False}
     assert made.guarantees(run_summary(rounds=7, group_size=4, **facts)) == expected
     assert made.guarantees(run_summary(rounds=7, **facts)) == []  # k is not known yet

@@ -1,3 +1,5 @@
+"""Plans of perturbed models: their facts, spending and guarantees."""
+
 import dataclasses
 import math
 
@@ -112,7 +114,7 @@ def test_guarantees_match_the_plan_and_agree_with_its_spend():
         assert "SIMULATION" not in the_plan.guarantees(a_run(secure_noise=True))[1].statement()
 
 
-def test_what_is_not_promised_is_not_logged_as_a_number():
+def test_an_epsilon_that_is_not_promised_is_not_logged():
     by_sgd = {"local": dataclasses.replace(EXACT, tolerance=0.0)}
     spent = plan(perturbation=OBJECTIVE).spent(a_run(training=by_sgd))
     assert set(spent) == {"epsilon_published", "epsilon_published_mean"}

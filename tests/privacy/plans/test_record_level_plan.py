@@ -43,23 +43,23 @@ def plan(**changes):
 
 
 def epsilons(the_plan, rounds=80):
-    found = the_plan.guarantees(run_summary(rounds=rounds))
-    return {guarantee.basis: guarantee.epsilon for guarantee in found}
+    guarantees = the_plan.guarantees(run_summary(rounds=rounds))
+    return {guarantee.basis: guarantee.epsilon for guarantee in guarantees}
 
 
 def test_the_published_target_is_met_with_its_worst_case_beside_it():
-    found = RecordLevelPlan.for_target(**TARGET, basis="published")
-    assert found.noise_stddev == pytest.approx(0.00809, rel=1e-3)
-    assert epsilons(found)["published"] == pytest.approx(10.0)
-    assert epsilons(found)["provable"] > 1e8
+    calibrated = RecordLevelPlan.for_target(**TARGET, basis="published")
+    assert calibrated.noise_stddev == pytest.approx(0.00809, rel=1e-3)
+    assert epsilons(calibrated)["published"] == pytest.approx(10.0)
+    assert epsilons(calibrated)["provable"] > 1e8
 
 
 @pytest.mark.parametrize("steps", [None, ONE_STEP, STEPS])
 def test_the_provable_target_is_met_and_not_with_less_noise(steps):
-    found = RecordLevelPlan.for_target(**TARGET, steps=steps)
-    assert epsilons(found)["provable"] == pytest.approx(10.0, rel=1e-4)
-    less = dataclasses.replace(found, noise_stddev=found.noise_stddev / 1.5)
-    more = dataclasses.replace(found, noise_stddev=found.noise_stddev * 1.5)
+    calibrated = RecordLevelPlan.for_target(**TARGET, steps=steps)
+    assert epsilons(calibrated)["provable"] == pytest.approx(10.0, rel=1e-4)
+    less = dataclasses.replace(calibrated, noise_stddev=calibrated.noise_stddev / 1.5)
+    more = dataclasses.replace(calibrated, noise_stddev=calibrated.noise_stddev * 1.5)
     assert epsilons(less)["provable"] > 10.5
     assert epsilons(more)["provable"] < 9.5
 
@@ -108,7 +108,7 @@ def test_the_server_takes_the_plain_mean_of_what_arrives():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"sampling": FixedSizeSampling(20, 5)}, "expected FullParticipation"),
         ({"clipping_norm": 0.0}, r"clipping_norm=0\.0: expected a finite number > 0"),
@@ -121,14 +121,14 @@ def test_the_server_takes_the_plain_mean_of_what_arrives():
         ({"num_examples": 2999, "steps": STEPS}, "num_examples=2999: expected 3000, as in Clipped"),
     ],
 )
-def test_bad_plans_are_refused_by_name(changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_bad_plans_are_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
         plan(**changes)
 
 
 @pytest.mark.parametrize("basis", ["published", "provable"])
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"epsilon": 0.0}, r"epsilon=0\.0: expected a finite number > 0"),
         ({"epsilon": -1.0}, r"epsilon=-1\.0"),
@@ -136,8 +136,8 @@ def test_bad_plans_are_refused_by_name(changes, said):
         ({"delta": 0.0}, r"delta=0\.0"),
     ],
 )
-def test_bad_targets_are_refused_by_name(basis, changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_bad_targets_are_refused_by_name(basis, changes, message):
+    with pytest.raises(ValueError, match=message):
         RecordLevelPlan.for_target(**{**TARGET, **changes}, basis=basis)
 
 

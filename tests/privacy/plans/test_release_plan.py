@@ -1,3 +1,5 @@
+"""Plans of noised sums: every release carries the noise that is accounted for."""
+
 import math
 
 import numpy as np
@@ -101,7 +103,7 @@ def test_a_server_that_noises_bounds_every_upload_itself():
     assert mechanism.client_noise_stddev(5) == 0.0
 
 
-def test_server_noise_is_all_of_it():
+def test_the_server_alone_adds_the_whole_noise():
     mechanism = mechanism_of(noise_placement="server")
     released = aggregate(mechanism, [LIKE] * 4, cohort_size=9, noise=SecureNoise(), like=LIKE)
     assert released_stddev(released, mechanism) == pytest.approx(0.75, rel=0.01)
@@ -122,7 +124,7 @@ def test_more_uploads_than_were_asked_for_are_refused():
         aggregate(mechanism_of(), [LIKE] * 2, cohort_size=1, noise=SecureNoise(), like=LIKE)
 
 
-def test_what_is_accounted_is_what_is_planned():
+def test_the_accounted_events_are_the_planned_ones():
     mechanism = mechanism_of()
     assert mechanism.release.sampling is mechanism.sampling
     assert mechanism.release.noise_multiplier == mechanism.noise_stddev / mechanism.clipping_norm
@@ -340,7 +342,7 @@ def test_a_ledger_and_an_account_of_two_runs_compose_their_rounds(tmp_path):
         ({"relation": NeighboringRelation.ADD_OR_REMOVE_ONE}, "delays the turns of all others"),
     ],
 )
-def test_correlated_noise_refuses_what_breaks_its_bound(changes, refusal):
+def test_correlated_noise_refuses_cohorts_that_break_its_bound(changes, refusal):
     facts = {"sampling": SPACED, "correlation": CorrelatedNoise(), "noise_placement": "server"}
     with pytest.raises(InvalidValue, match=refusal):
         mechanism_of(**{**facts, **changes})

@@ -59,11 +59,11 @@ ODD = [0.0, 0.3, 1.0, 100.0, -5.0, 1e308, math.inf, -math.inf, math.nan]
 @pytest.mark.parametrize("accuracy", ODD)
 @pytest.mark.parametrize("loss", ODD)
 def test_no_score_whatever_it_is_makes_a_vector_longer_than_its_bound(accuracy, loss):
-    found = vector(accuracy=accuracy, loss=loss, other=1e9)
-    assert found.shape == (SCORES.size,) == (3,)
-    assert found[0] == 1
-    assert np.linalg.norm(found) <= SCORES.norm
-    assert np.abs(found[1:]).max() <= 0.5
+    scored = vector(accuracy=accuracy, loss=loss, other=1e9)
+    assert scored.shape == (SCORES.size,) == (3,)
+    assert scored[0] == 1
+    assert np.linalg.norm(scored) <= SCORES.norm
+    assert np.abs(scored[1:]).max() <= 0.5
 
 
 def test_a_client_without_scores_adds_nothing_and_a_missing_score_counts_half():
@@ -80,12 +80,12 @@ def test_a_client_computes_its_training_loss_only_for_such_a_score():
 
 
 def test_means_are_those_of_the_clipped_scores_of_clients_that_have_some():
-    told = [{"accuracy": 0.5, "loss": 1.0}, {"accuracy": 1.0, "loss": 9.0}, {}]
-    total = np.sum([vector(**one) for one in told], axis=0)
-    found = SCORES.answer(total, 0.0)
-    assert found["scored_clients"] == 2
-    assert found["accuracy_mean"] == pytest.approx(0.75)
-    assert found["loss_mean"] == pytest.approx((1.0 + 4.5) / 2)  # 9 is clipped to 4.5
+    scores = [{"accuracy": 0.5, "loss": 1.0}, {"accuracy": 1.0, "loss": 9.0}, {}]
+    total = np.sum([vector(**one) for one in scores], axis=0)
+    means = SCORES.answer(total, 0.0)
+    assert means["scored_clients"] == 2
+    assert means["accuracy_mean"] == pytest.approx(0.75)
+    assert means["loss_mean"] == pytest.approx((1.0 + 4.5) / 2)  # 9 is clipped to 4.5
     assert SCORES.answer(np.array([0.9, 0.0, 0.0]), 1.0) == {}
 
 
@@ -101,7 +101,7 @@ def test_the_error_of_a_mean_is_the_spread_that_noise_gives_it(mean):
 
 
 def test_what_no_sum_of_scores_can_be_is_refused_by_name():
-    for wrong, said in (
+    for wrong, message in (
         ({"noise_multiplier": 0.0}, "noise_multiplier=0.0"),
         ({"times": 0}, "times=0"),
         ({"bounds": ()}, "expected one or more scores"),
@@ -109,7 +109,7 @@ def test_what_no_sum_of_scores_can_be_is_refused_by_name():
         ({"bounds": (("loss", 0.0, math.inf),)}, "bounds of 'loss'"),
         ({"bounds": (("loss", 1.0, 1.0),)}, "bounds of 'loss'"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             SecureScores(**{"noise_multiplier": 1.0, "times": 1, **wrong})
     for placement in ("client", "server"):
         with pytest.raises(ValueError, match=r"noise_placement=.*expected noise_placement=Secure"):
@@ -132,12 +132,12 @@ def test_rounds_and_evaluations_together_keep_to_the_target(sampling):
     planned = ReleasePlan.for_target(**facts, **options, queries=(scores,))
     alone = ReleasePlan.for_target(**facts, **options)
     assert planned.noise_multiplier > alone.noise_multiplier
-    found, done = planned.mechanism(), Participations()
+    mechanism, done = planned.mechanism(), Participations()
     for _ in range(20):
         done.record(range(10), 9, requests=10)
     for _ in range(4):
-        found.query_sums[0].count_answer(done)
-    epsilon = privacy_loss_of(found.releases(done), delta=1e-3).epsilon
+        mechanism.query_sums[0].count_answer(done)
+    epsilon = privacy_loss_of(mechanism.releases(done), delta=1e-3).epsilon
     assert 1.9 < epsilon <= 2.0
     less = replace(planned, noise_multiplier=0.9 * planned.noise_multiplier).mechanism()
     assert privacy_loss_of(less.releases(done), delta=1e-3).epsilon > 2.0
@@ -159,12 +159,12 @@ def test_evaluations_that_leave_no_room_for_a_round_are_refused():
 
 def test_each_adversary_pays_for_evaluations_by_the_noise_that_it_sees():
     """90 of 100 answers make up the noise of a sum, 80 of them honest."""
-    own, done = plan().mechanism(), Participations()
+    mechanism, done = plan().mechanism(), Participations()
     for _ in range(3):
         done.record(range(100), 80, requests=90)
     for _ in range(4):
-        own.query_sums[0].count_answer(done)
-    found = by_view(own, done)
+        mechanism.query_sums[0].count_answer(done)
+    guarantees = by_view(mechanism, done)
     precision = 3 / 1.0**2 + 4 / 3.0**2
     for view, factor in (
         (AdversaryView.RELEASED_MODELS, 1.0),
@@ -172,17 +172,17 @@ def test_each_adversary_pays_for_evaluations_by_the_noise_that_it_sees():
         (AdversaryView.EACH_UPLOAD, 90.0),
     ):
         expected = gaussian_loss(1.0, releases=precision * factor, delta=0.001).epsilon
-        assert found[view].epsilon == pytest.approx(expected), view
-        assert "4 sums of scores" in found[view].source
+        assert guarantees[view].epsilon == pytest.approx(expected), view
+        assert "4 sums of scores" in guarantees[view].source
 
 
 def test_a_sum_of_scores_is_one_of_all_clients_whoever_trains():
     drawn = plan(sampling=FixedSizeSampling(population=100, size=40)).mechanism()
-    (own,) = drawn.query_sums
-    assert own.num_members == 100
-    assert own.masked.parameters.members == 100
-    assert own.release.relation == drawn.release.relation
-    assert own.clipping_norm == pytest.approx(math.sqrt(1.5))
+    (score_sum,) = drawn.query_sums
+    assert score_sum.num_members == 100
+    assert score_sum.masked.parameters.members == 100
+    assert score_sum.release.relation == drawn.release.relation
+    assert score_sum.clipping_norm == pytest.approx(math.sqrt(1.5))
     with pytest.raises(ValueError, match="with Poisson sampling"):
         plan(sampling=PoissonSampling(100, 0.1)).mechanism()
 

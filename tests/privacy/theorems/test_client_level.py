@@ -1,3 +1,5 @@
+"""Guarantees of clients against each adversary's view."""
+
 import math
 
 import pytest
@@ -109,12 +111,12 @@ def test_seeded_cohorts_are_named_as_simulation_where_their_secrecy_counts():
 def test_fixed_cohort_sizes_assume_that_memory_does_not_reveal_the_draw(sampling, memory, assumed):
     seen = worst_case(60, 10)
     for view, guarantee in by_view(mechanism(sampling), seen, memory=memory).items():
-        found = any("does not reveal who was drawn" in text for text in guarantee.assumptions)
-        assert found == (assumed and view is AdversaryView.RELEASED_MODELS)
+        is_assumed = any("does not reveal who was drawn" in text for text in guarantee.assumptions)
+        assert is_assumed == (assumed and view is AdversaryView.RELEASED_MODELS)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"silos": 3}, "silos=3 and sensitivity=1.0: expected None and 1"),
         (
@@ -123,8 +125,8 @@ def test_fixed_cohort_sizes_assume_that_memory_does_not_reveal_the_draw(sampling
         ),
     ],
 )
-def test_nothing_is_promised_to_clients_by_sums_of_other_units(changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_nothing_is_promised_to_clients_by_sums_of_other_units(changes, message):
+    with pytest.raises(ValueError, match=message):
         client_level(mechanism_of(plan(), **changes), worst_case(60, 10))
 
 

@@ -1,3 +1,5 @@
+"""Theorem 2 of DP²-FedSAM: its noise, its conditions and its published claim."""
+
 import math
 from pathlib import Path
 
@@ -63,7 +65,7 @@ def test_each_condition_of_theorem_2_is_seen_to_hold_and_to_fail():
 
 def test_the_order_of_theorem_2_is_compared_with_its_lemmas_bound():
     """Compare α = 1 + 2 ln(1/δ)/ε with the lemma's bound 1 + (2/3) σ² ln(1/(r α (1 + σ²)))."""
-    found = set()
+    orders = set()
     for sigma in (0.8, 1.5, 3.0, 6.0, 20.0):
         for rate in (1e-5, 1e-3, 0.05, 0.5):
             for rounds in (1, 100, 20_000):
@@ -72,8 +74,8 @@ def test_the_order_of_theorem_2_is_compared_with_its_lemmas_bound():
                 order = 1 + 2 * math.log(1e3) / epsilon
                 bound = 1 + 2 / 3 * sigma**2 * -math.log(rate * order * (1 + sigma**2))
                 assert holds("α ≤", noise_multiplier=sigma, **facts) == (order <= bound)
-                found.add(order <= bound)
-    assert found == {True, False}
+                orders.add(order <= bound)
+    assert orders == {True, False}
 
 
 def test_the_published_claim_says_that_it_does_not_fit_its_setting():

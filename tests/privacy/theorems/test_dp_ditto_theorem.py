@@ -27,6 +27,7 @@ TARGET = {"epsilon": 10.0, "delta": 0.01, "rounds": 80}
 
 
 def guarantees(stddev=0.01, *, num_clients=20, secure_noise=True, not_covered=(), **changes):
+    """Return the published and the provable guarantee of a run of DP-Ditto."""
     values = {"num_examples": 50, "rounds": 80, "delta": 0.01, "clipping_norm": 20.0, **changes}
     plan = RecordLevelPlan(sampling=FullParticipation(num_clients), noise_stddev=stddev, **values)
     run = run_summary(rounds=plan.rounds, secure_noise=secure_noise, not_covered=not_covered)
@@ -124,7 +125,7 @@ def test_one_noised_step_equals_one_noised_upload_of_its_sensitivity():
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: dp_ditto_noise_stddev(**{**TARGET, "epsilon": 0.0}, **FEDERATION), "epsilon=0.0"),
         (lambda: dp_ditto_noise_stddev(**{**TARGET, "delta": 1.0}, **FEDERATION), "delta=1.0"),
@@ -148,8 +149,8 @@ def test_one_noised_step_equals_one_noised_upload_of_its_sensitivity():
         (lambda: steps(gradient_clipping_norm=math.inf), "gradient_clipping_norm=inf: expected"),
     ],
 )
-def test_a_parameter_out_of_range_is_refused_by_name_and_value(call, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_parameter_out_of_range_is_refused_by_name_and_value(call, message):
+    with pytest.raises(ValueError, match=message):
         call()
 
 

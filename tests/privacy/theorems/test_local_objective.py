@@ -1,3 +1,5 @@
+"""The facts of a local objective on which perturbation's guarantees rest."""
+
 import math
 from dataclasses import replace
 

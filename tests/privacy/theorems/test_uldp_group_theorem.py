@@ -1,3 +1,5 @@
+"""Group privacy by the lemmas of Uldp-FL, as published and as it holds."""
+
 import math
 
 import dp_accounting

@@ -1,3 +1,5 @@
+"""Guarantees of Uldp-FL's methods for whole users."""
+
 import json
 import math
 from dataclasses import replace
@@ -74,6 +76,7 @@ def naive_guarantees(*, rounds=10, noise_multiplier=5.0, **facts):
 
 
 def all_guarantees():
+    """Yield the guarantees of all methods, samplings and weightings."""
     yield from naive_guarantees()
     yield from uldp_group_guarantees(SILO, group_size=5, delta=DELTA)
     for sampling in (FullParticipation(100), PoissonSampling(100, 0.3)):

@@ -57,8 +57,8 @@ def test_a_signed_round_gives_the_sum_and_every_message_survives_its_bytes(ident
 
 def forged(pair):
     """Return keys of the server's own, with no signature that fits them."""
-    own = [public_of(bytes([number]) * 32) for number in pair]
-    return b"".join(own)
+    keys = [public_of(bytes([number]) * 32) for number in pair]
+    return b"".join(keys)
 
 
 def test_keys_that_the_server_put_in_place_are_refused(identities):
@@ -150,8 +150,8 @@ def test_no_more_members_are_lost_than_the_answers_leave_room_for(identities):
     one.mask(one.server.deliveries())
     kinds = dict.fromkeys(range(1, MEMBERS), OF_KEY)
     for lost, answers in ((4, 4), (2, 4), (1, 5)):
-        told = {**kinds, **dict.fromkeys(range(1, MEMBERS - lost), OF_SEED)}
-        request = UnmaskRequest(digest=one.context.digest, answers=answers, kinds=told)
+        counts = {**kinds, **dict.fromkeys(range(1, MEMBERS - lost), OF_SEED)}
+        request = UnmaskRequest(digest=one.context.digest, answers=answers, kinds=counts)
         with pytest.raises(ProtocolError, match=f"{lost} lost neighbours"):
             one.members[0].unmask(request)
 

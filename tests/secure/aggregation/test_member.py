@@ -13,15 +13,15 @@ from tests.support.secure_sum import LOW_ORDER, Round, graph_for, member_of, rou
 
 
 @pytest.fixture
-def asked():
+def requested():
     """Return a round in which member 5 was lost, and the server's next request to member 0."""
     one = Round(round_context(6, 5, 2, 3))
     unmask_requests = one.mask(one.share(one.advertise()), lost=(5,))
     return one, unmask_requests[0]
 
 
-def test_the_same_question_gets_the_same_answer_and_another_is_refused(asked):
-    one, request = asked
+def test_the_same_question_gets_the_same_answer_and_another_is_refused(requested):
+    one, request = requested
     first = one.members[0].unmask(request)
     again = stored(one.members[0])
     assert again.unmask(request) == first
@@ -30,8 +30,8 @@ def test_the_same_question_gets_the_same_answer_and_another_is_refused(asked):
         again.unmask(other)
 
 
-def test_a_member_that_answered_keeps_no_share_of_the_other_kind(asked):
-    one, request = asked
+def test_a_member_that_answered_keeps_no_share_of_the_other_kind(requested):
+    one, request = requested
     held = one.members[0].held
     one.members[0].unmask(request)
     state = one.members[0].to_bytes()
@@ -49,8 +49,8 @@ def test_a_member_that_answered_keeps_no_share_of_the_other_kind(asked):
         ({"kinds": dict.fromkeys(range(1, 6), b"b")}, InvalidValue, "expected b's' or b'k'"),
     ],
 )
-def test_a_question_that_does_not_fit_is_refused(asked, changes, error, message):
-    one, request = asked
+def test_a_question_that_does_not_fit_is_refused(requested, changes, error, message):
+    one, request = requested
     before = one.members[0].to_bytes()
     with pytest.raises(error, match=message):
         one.members[0].unmask(replace(request, **changes))

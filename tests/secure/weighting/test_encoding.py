@@ -1,3 +1,5 @@
+"""Values are encoded as integers with a bounded error, or refused."""
+
 import math
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Private weighting needs its extra, and neither PyTorch nor Flower."""
+
 import subprocess
 import sys
 

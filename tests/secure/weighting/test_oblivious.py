@@ -1,3 +1,5 @@
+"""Oblivious transfer: the receiver opens its choice alone, and the sender learns nothing."""
+
 import itertools
 
 import numpy as np
@@ -56,6 +58,7 @@ def encoded(point):
 
 
 def added(one, two):
+    """Return the sum of two points of the curve, by the law in affine coordinates."""
     (a, b), (c, d) = one, two
     product = D * a * b * c * d % FIELD
     x = (a * d + b * c) * pow(1 + product, -1, FIELD)
@@ -64,6 +67,7 @@ def added(one, two):
 
 
 def times(scalar, point):
+    """Return a multiple of a point, by doubling and adding."""
     total = (0, 1)
     for bit in bin(scalar)[2:]:
         total = added(total, total)
@@ -232,7 +236,7 @@ def test_the_malformed_points_are_what_their_names_say():
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_what_is_not_a_point_of_prime_order_is_refused(name):
+def test_bytes_that_are_no_point_of_prime_order_are_refused(name):
     sender, data = Sender(RUN), MALFORMED[name]
     with pytest.raises(ValueError, match="offer: expected points of the prime-order"):
         Receiver(data, KEY, run=RUN, transfers=1, num_texts=2)

@@ -1,3 +1,5 @@
+"""Paillier encryption equals that of phe, with fresh and uniform randomness."""
+
 import phe
 import pytest
 from gmpy2 import gcd, mpz, next_prime, powmod, primorial
@@ -59,7 +61,7 @@ def test_randomness_is_fresh_every_time():
     assert set(private.decrypt(again)) == {1}
 
 
-def test_what_is_no_ciphertext_is_refused():
+def test_numbers_that_are_no_ciphertext_are_refused():
     private = key()
     n_squared = private.public.n_squared
     for wrong in (mpz(0), mpz(-1), n_squared, n_squared + 1, private.p, 5 * private.public.n):

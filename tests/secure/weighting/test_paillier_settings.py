@@ -1,3 +1,5 @@
+"""Settings of private weighting over Paillier: the sum must fit the modulus."""
+
 import math
 import time
 
@@ -104,9 +106,9 @@ def test_encoding_and_dither_move_one_users_contribution_no_further_than_its_bou
     rng = np.random.default_rng(0)
     furthest = 0.0
     for _ in range(2000):
-        own = rng.normal(size=40)
-        own *= rng.uniform() / np.linalg.norm(own)
-        weighted = facts.encoding.encode(own) * rng.uniform()
+        update = rng.normal(size=40)
+        update *= rng.uniform() / np.linalg.norm(update)
+        weighted = facts.encoding.encode(update) * rng.uniform()
         rest, dither = rng.uniform(0, 1, (2, 40))
         moved = np.floor(rest + weighted + dither) - np.floor(rest + dither)
         furthest = max(furthest, float(np.linalg.norm(moved * facts.step)))

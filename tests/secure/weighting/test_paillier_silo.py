@@ -1,3 +1,5 @@
+"""A silo's products of powers equal one power at a time."""
+
 import numpy as np
 import pytest
 from gmpy2 import invert, mpz, powmod
@@ -11,13 +13,14 @@ MODULUS = mpz(2) ** 127 - 1
 
 
 def plain(bases, exponents, modulus=MODULUS):
-    found = []
+    """Return the products of powers, one power at a time."""
+    products = []
     for column in exponents.T:
         product = mpz(1)
         for base, exponent in zip(bases, column, strict=True):
             product = product * powmod(base, int(exponent), modulus) % modulus
-        found.append(product)
-    return found
+        products.append(product)
+    return products
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,3 +1,5 @@
+"""Rounds of private weighting over Paillier give the plain weighted sum."""
+
 import dataclasses
 import json
 
@@ -134,11 +136,11 @@ def test_unfit_values_are_refused_before_the_round_is_used(rng, change, match):
     world = World(weighting_settings(), np.ones((3, 4), dtype=int))
     message = world.begin(1)
     updates, noise = world.draw(rng)
-    own, own_noise = world.own(0, updates), noise[0].copy()
-    own = {user: values.copy() for user, values in own.items()}
-    change(own, own_noise)
+    updates_of_silo, own_noise = world.updates_of(0, updates), noise[0].copy()
+    updates_of_silo = {user: values.copy() for user, values in updates_of_silo.items()}
+    change(updates_of_silo, own_noise)
     with pytest.raises(ValueError, match=match):
-        weigh(world.silos[0], message, own, own_noise)
+        weigh(world.silos[0], message, updates_of_silo, own_noise)
     assert close(world.server, world.weigh(message, updates, noise)) == pytest.approx(
         world.plain(updates, noise), abs=1e-10
     )
@@ -148,9 +150,11 @@ def test_a_user_without_an_update_counts_as_zero(rng):
     world = World(weighting_settings(), np.ones((3, 4), dtype=int))
     message = world.begin(1)
     updates, noise = world.draw(rng)
-    others = {user: update for user, update in world.own(0, updates).items() if user != 2}
+    others = {user: update for user, update in world.updates_of(0, updates).items() if user != 2}
     sums = [weigh(world.silos[0], message, others, noise[0])]
-    sums += [weigh(world.silos[at], message, world.own(at, updates), noise[at]) for at in (1, 2)]
+    sums += [
+        weigh(world.silos[at], message, world.updates_of(at, updates), noise[at]) for at in (1, 2)
+    ]
     updates[0, 2] = 0
     assert close(world.server, sums) == pytest.approx(world.plain(updates, noise), abs=1e-10)
 
@@ -159,7 +163,7 @@ def test_noise_of_another_shape_is_refused(rng):
     world = World(weighting_settings(), np.ones((3, 4), dtype=int))
     updates, _ = world.draw(rng)
     with pytest.raises(ValueError, match=r"noise of shape \(\)"):
-        weigh(world.silos[0], world.begin(1), world.own(0, updates), 0.0)
+        weigh(world.silos[0], world.begin(1), world.updates_of(0, updates), 0.0)
 
 
 def test_a_missing_silo_leaves_the_sum_masked_and_the_round_open(world, rng):
@@ -192,7 +196,7 @@ def test_rounds_are_used_once(world, rng):
     for number in (3, 2, 0):
         again = dataclasses.replace(message, round_number=number)
         with pytest.raises(ProtocolError, match="expected a number above 3"):
-            weigh(world.silos[0], again, world.own(0, updates), noise[0])
+            weigh(world.silos[0], again, world.updates_of(0, updates), noise[0])
 
 
 def test_malformed_sums_are_refused_and_the_round_stays_open(world, rng):
@@ -240,7 +244,7 @@ def test_malformed_weights_are_refused(world, rng):
             weigh(
                 world.silos[0],
                 dataclasses.replace(good, weights=weights),
-                world.own(0, updates),
+                world.updates_of(0, updates),
                 noise[0],
             )
     with pytest.raises(ValueError, match="from 0 to 3"):
@@ -292,7 +296,7 @@ def test_a_silo_refuses_malformed_keys_and_seeds():
     settings = weighting_settings()
     silos = silos_of(settings)
     server_key, keys = pack_numbers([key().public.n], settings.count_bytes), public_keys(silos)
-    for wrong, said in (
+    for wrong, message in (
         (b"", "server's key of 0 bytes"),
         (keys[:-32] + server_key, "server's key of 32 bytes: expected 64"),
         (keys + server_key + bytes(32), "server's key of 96 bytes"),
@@ -301,7 +305,7 @@ def test_a_silo_refuses_malformed_keys_and_seeds():
         (keys[:32] + keys[:32] + keys[64:] + server_key, "a different key for every silo"),
         (keys[:32] + bytes(32) + keys[64:] + server_key, "low order"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             silos[0].answer("keys", wrong)
     seeds = keyed(silos)
     for wrong in (seeds[1], seeds[0][:-1], b"", bytes(60)):  # the first is for silo 2
@@ -319,18 +323,18 @@ def test_a_server_refuses_malformed_answers():
         dialogue, answers = server.set_up(), None
         while True:
             try:
-                asked = dialogue.send(answers)
+                questions = dialogue.send(answers)
             except StopIteration:
                 return
             answers = {
-                at: silos[at].answer(asked.name, question, ONES)
-                for at, question in asked.questions.items()
+                at: silos[at].answer(questions.name, question, ONES)
+                for at, question in questions.questions.items()
             }
-            if asked.name == step:
+            if questions.name == step:
                 forge(answers)
 
     size = settings.count_bytes
-    for step, forge, said in (
+    for step, forge, message in (
         ("begin", lambda a: a.update({1: a[2]}), "silos 1 and 2 sent the same public key"),
         ("begin", lambda a: a.update({1: bytes(32)}), "silo 1: public key: expected .* low order"),
         ("begin", lambda a: a.update({1: a[1][1:]}), "silo 1: public key: expected the 32 bytes"),
@@ -339,7 +343,7 @@ def test_a_server_refuses_malformed_answers():
         ("count", lambda a: a.update({0: a[0][size:]}), "counts of silo 0 of"),
         ("count", lambda a: a.update({0: b"\xff" * 4 * size}), "counts of silo 0: expected"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             forged(step, forge)
     forged("count", lambda a: None)
 
@@ -404,7 +408,7 @@ def test_a_silo_resumes_from_its_state_and_never_repeats_a_round(rng):
     message = dataclasses.replace(world.begin(6), round_number=5)
     restarted = PaillierSilo.from_bytes(saved[1])
     with pytest.raises(ProtocolError, match="expected a number above 5"):
-        weigh(restarted, message, world.own(1, updates), noise[1])
+        weigh(restarted, message, world.updates_of(1, updates), noise[1])
     world.silos = [PaillierSilo.from_bytes(state) for state in saved[:3]]
     assert [silo.index for silo in world.silos] == [0, 1, 2]
     assert world.run_round(7, updates, noise) == pytest.approx(
@@ -450,7 +454,7 @@ def test_a_sum_can_be_checked_before_the_others_are_there(world, rng):
     sums = world.weigh(world.begin(1), updates, noise)
     size = world.settings.ciphertext_bytes
     zero = bytes(size) + sums[0].ciphertexts[size:]
-    for wrong, said in (
+    for wrong, message in (
         (dataclasses.replace(sums[0], round_number=2), "sum of round 2: expected round 1"),
         (dataclasses.replace(sums[0], ciphertexts=sums[0].ciphertexts[:-1]), "cut off"),
         (
@@ -459,7 +463,7 @@ def test_a_sum_can_be_checked_before_the_others_are_there(world, rng):
         ),
         (sums[1], "silo 1: expected silo 0, its sender"),
     ):
-        with pytest.raises((ProtocolError, ValueError), match=said):
+        with pytest.raises((ProtocolError, ValueError), match=message):
             world.server.add_sum(0, wrong.to_bytes())
     close(world.server, sums)
     with pytest.raises(ProtocolError, match="no round is open"):
@@ -474,7 +478,7 @@ def test_nothing_leaves_when_the_state_cannot_be_saved(rng):
     updates, noise = world.draw(rng)
     world.silos[0].save = fail
     with pytest.raises(OSError, match="disk is full"):
-        weigh(world.silos[0], world.begin(1), world.own(0, updates), noise[0])
+        weigh(world.silos[0], world.begin(1), world.updates_of(0, updates), noise[0])
 
 
 def test_states_of_other_protocols_and_other_bytes_are_refused(world):

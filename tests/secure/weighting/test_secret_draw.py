@@ -72,8 +72,8 @@ def test_the_sum_is_that_of_the_users_whom_all_silos_took(rng, monkeypatch):
     ("hits", "choices"), grid([(1, 2), (1, 4), (3, 4)], lambda odds: odds == (1, 2))
 )
 def test_each_user_is_drawn_with_the_probability_of_the_plan(hits, choices):
-    own = facts(users=8, silos=2, draw_choices=choices, winning_choices=hits)
-    world = World(own, np.full((2, 8), 3))
+    settings = facts(users=8, silos=2, draw_choices=choices, winning_choices=hits)
+    world = World(settings, np.full((2, 8), 3))
     samples = [users_in(world, drawn(world, number)) for number in range(1, 11)]
     counts = np.array([[user in sample for user in range(8)] for sample in samples])
     assert stats.binomtest(int(counts.sum()), counts.size, hits / choices).pvalue > 1e-6
@@ -90,7 +90,7 @@ def test_for_a_draw_the_server_receives_only_fresh_group_elements():
     assert len(set(pieces)) == len(pieces) == 15
 
 
-def test_a_silo_cannot_tell_what_it_took_and_cannot_open_the_rest():
+def test_a_silo_cannot_learn_its_choice_or_open_other_weights():
     """There is one ciphertext per user, all differ, and none was sent in another round."""
     world = World(facts(), np.full((3, 5), 2))
     messages = [drawn(world, number) for number in (1, 2)]
@@ -153,15 +153,15 @@ def test_weights_sealed_for_another_answer_are_refused_before_using_the_round(rn
     updates, noise = world.draw(rng)
     message = drawn(world, 1)
     again = dataclasses.replace(message, offer=Sender(b"test").public)
-    for wrong, said in (
+    for wrong, expected in (
         (again, "sealed texts"),
         (dataclasses.replace(message, weights=message.weights[:-1]), "cut off"),
         (dataclasses.replace(message, weights=bytes(len(message.weights))), "sealed texts"),
         (dataclasses.replace(message, offer=bytes(32)), "offer: expected points"),
         (dataclasses.replace(message, round_number=2), "sealed texts"),
     ):
-        with pytest.raises(ValueError, match=said):
-            weigh(world.silos[1], wrong, world.own(1, updates), noise[1])
+        with pytest.raises(ValueError, match=expected):
+            weigh(world.silos[1], wrong, world.updates_of(1, updates), noise[1])
     assert np.isfinite(close(world.server, world.weigh(message, updates, noise))).all()
 
 
@@ -177,7 +177,7 @@ def test_settings_with_and_without_a_hidden_draw_do_not_mix(rng):
     updates, noise = hidden.draw(rng)
     for world, message in ((hidden, known.begin(1)), (known, hidden.begin(1))):
         with pytest.raises(ValueError, match="PaillierWeights of"):
-            weigh(world.silos[0], message, world.own(0, updates), noise[0])
+            weigh(world.silos[0], message, world.updates_of(0, updates), noise[0])
 
 
 @pytest.mark.parametrize(("choices", "hits"), [(1, 1), (3, 0), (3, 3), (0, 0)])
@@ -204,6 +204,8 @@ def test_every_number_of_drawn_rounds_is_fresh(rng):
                 message.ciphertexts[at : at + size]
                 for at in range(0, len(message.ciphertexts), size)
             ]
-    pieces += [offer for name, asked in world.asked if name == "draw" for offer in asked.values()]
+    pieces += [
+        offer for name, questions in world.asked if name == "draw" for offer in questions.values()
+    ]
     assert len(pieces) == 3 * (15 + 3 * world.settings.ciphertexts + 1)
     assert len(set(pieces)) == len(pieces)

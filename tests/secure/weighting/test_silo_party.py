@@ -1,3 +1,5 @@
+"""Secrets that all silos share: the seed, the blinds and the order of users."""
+
 import secrets
 
 import numpy as np

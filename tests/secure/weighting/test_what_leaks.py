@@ -67,9 +67,9 @@ def test_no_count_blind_or_weight_is_sent_in_the_clear(transcript):
     secret = {mpz(int(x)) for x in np.unique([*world.counts.ravel(), *totals])}
     for user, blind in enumerate(silo._blinds):
         secret |= {blind, invert(blind, n)}
-        for own in world.counts[:, user]:
-            weight = int(own) * facts.common_multiple // int(totals[user])
-            secret |= {mpz(weight), -mpz(weight) % n, blind * int(own) % n}
+        for count in world.counts[:, user]:
+            weight = int(count) * facts.common_multiple // int(totals[user])
+            secret |= {mpz(weight), -mpz(weight) % n, blind * int(count) % n}
     received = []
     for counts in world.answers("count"):
         received += numbers(counts, facts.count_bytes)
@@ -93,12 +93,12 @@ def test_no_single_silos_sum_can_be_decrypted(transcript):
     facts, public = world.settings, key().public
     for message in of_kind(world, PaillierSum):
         ciphertexts = numbers(message.ciphertexts, facts.ciphertext_bytes)
-        own = noise[message.silo].copy()
+        silo_noise = noise[message.silo].copy()
         for user in np.flatnonzero(world.counts[message.silo]):
             weight = world.counts[message.silo, user] / world.counts[:, user].sum()
-            own += weight * updates[message.silo, user]
+            silo_noise += weight * updates[message.silo, user]
         encoded = facts.packing.pack(
-            [int(x) * facts.common_multiple for x in np.rint(own / facts.step)]
+            [int(x) * facts.common_multiple for x in np.rint(silo_noise / facts.step)]
         )
         for plaintext, expected in zip(key().decrypt(ciphertexts), encoded, strict=True):
             distance = abs(plaintext - expected % public.n)
@@ -210,11 +210,11 @@ def guess_is_confirmed(world, message, sums, guess) -> list[bool]:
             base = powmod(made[place], factor, n)
             for at, encoded in enumerate(facts.encoding.encode(guess[silo, user])):
                 predicted[at] = predicted[at] * powmod(base, int(encoded), n) % n
-    found = [mpz(1)] * facts.coordinates
+    products = [mpz(1)] * facts.coordinates
     for sent in sums:
         for at, x in enumerate(numbers(sent.ciphertexts, size)):
-            found[at] = found[at] * x % private.public.n_squared
-    return [root(private, x) == expected for x, expected in zip(found, predicted, strict=True)]
+            products[at] = products[at] * x % private.public.n_squared
+    return [root(private, x) == expected for x, expected in zip(products, predicted, strict=True)]
 
 
 def decrypted(world, number: int) -> list[mpz]:
@@ -278,7 +278,7 @@ def test_without_rerandomisation_a_key_holder_confirms_guesses_of_coordinates(mo
     assert guess_is_confirmed(world, message, sums, guess) == [True] * 3 + [False] + [True] * 2
 
 
-def test_with_rerandomisation_it_confirms_nothing():
+def test_with_rerandomisation_a_sum_confirms_no_guess():
     world, message, sums, updates = round_of()
     assert guess_is_confirmed(world, message, sums, updates) == [False] * 6
 

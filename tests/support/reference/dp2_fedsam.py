@@ -22,13 +22,13 @@ def federated(plan, *, seed, rounds, phases, shared, server_rate):
     """
     start = task().initial_params(seed)
     world = {n: p.clone() for n, p in start.items() if n.startswith(shared)}
-    own = {}
+    heads = {}
     for t in range(1, rounds + 1):
         cohort = plan.sampling.draw(seeded_generator(seed, "cohort", t))
         total = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in world.items()}
         for client in cohort:
             model = Net()
-            kept = own.get(client, {n: p for n, p in start.items() if n not in world})
+            kept = heads.get(client, {n: p for n, p in start.items() if n not in world})
             model.load_state_dict({**world, **kept})
             generator = batch_order(seed, client, t)
             for part, training in phases:
@@ -44,7 +44,7 @@ def federated(plan, *, seed, rounds, phases, shared, server_rate):
                     generator=generator,
                 )
             after = {n: p.detach().clone() for n, p in model.named_parameters()}
-            own[client] = {n: p for n, p in after.items() if n not in world}
+            heads[client] = {n: p for n, p in after.items() if n not in world}
             delta = {n: after[n] - world[n] for n in world}
             norm = math.sqrt(sum(float((d.double() ** 2).sum()) for d in delta.values()))
             factor = min(1.0, plan.clipping_norm / norm)
@@ -56,4 +56,4 @@ def federated(plan, *, seed, rounds, phases, shared, server_rate):
         for n in world:
             step = total[n] / plan.sampling.expected_cohort_size
             world[n] = (world[n].double() + server_rate * step).float()
-    return world, own
+    return world, heads

@@ -49,12 +49,12 @@ def ditto(w, data, generator, kept, noise, t, *, local, personal, weight, steps=
 
 
 def pfedme(w, data, generator, kept, noise, t, *, local, attraction, inner_steps, inner_rate):
-    own, theta = w, w
+    personal, theta = w, w
     for x, y in batches(data, generator, epochs=local["epochs"], batch=local["batch"]):
         for _ in range(inner_steps):
-            theta = theta - inner_rate * (slope(theta, x, y) + attraction * (theta - own))
-        own = own - local["rate"] * attraction * (own - theta)
-    return own, {"v": theta}
+            theta = theta - inner_rate * (slope(theta, x, y) + attraction * (theta - personal))
+        personal = personal - local["rate"] * attraction * (personal - theta)
+    return personal, {"v": theta}
 
 
 def fedamp(cloud, data, generator, kept, noise, t, *, local, attraction, **server):
@@ -67,9 +67,9 @@ def fedamp(cloud, data, generator, kept, noise, t, *, local, attraction, **serve
 def clouds(models, *, width, step, **client):
     """Return one cloud model for each of ``models``."""
     mixed = []
-    for i, own in enumerate(models):
+    for i, personal in enumerate(models):
         shares = [
-            0.0 if i == j else step / width * math.exp(-float(((own - w) ** 2).sum()) / width)
+            0.0 if i == j else step / width * math.exp(-float(((personal - w) ** 2).sum()) / width)
             for j, w in enumerate(models)
         ]
         shares[i] = 1 - sum(shares)
@@ -93,19 +93,19 @@ def apple(cores, data, generator, kept, noise, t, *, client, local, rate, penalt
 
 
 def fedala(w, data, generator, kept, noise, t, *, local, rate, share, first):
-    own, weights = kept.get("v"), kept.get("weights")
+    personal, weights = kept.get("v"), kept.get("weights")
     start = w
-    if own is not None:
+    if personal is not None:
         rows = torch.randperm(len(data), generator=generator)[: round(share * len(data))]
         sample = data.subset(rows.numpy())
         epochs = 1 if weights is not None else first
         weights = torch.ones(HEAD) if weights is None else weights
 
         def mix():
-            return torch.cat([w[:-HEAD], own[-HEAD:] + (w - own)[-HEAD:] * weights])
+            return torch.cat([w[:-HEAD], personal[-HEAD:] + (w - personal)[-HEAD:] * weights])
 
         for x, y in batches(sample, generator, epochs=epochs, batch=local["batch"]):
-            step = slope(mix(), x, y)[-HEAD:] * (w - own)[-HEAD:]
+            step = slope(mix(), x, y)[-HEAD:] * (w - personal)[-HEAD:]
             weights = (weights - rate * step).clamp(0, 1)
         start = mix()
     for x, y in batches(data, generator, epochs=local["epochs"], batch=local["batch"]):
@@ -131,7 +131,7 @@ def federated(method, *, seed, clients, rounds, clip=None, stddev=None, **number
         for client in range(clients):
             noise = SeededNoise(seed, "client-noise", client, t)
             more = {"client": client} if method == "apple" else {}
-            own, memory[client] = METHODS[method](
+            personal, memory[client] = METHODS[method](
                 known if method == "apple" else received[client],
                 client_data(client).train,
                 batch_order(seed, client, t),
@@ -142,9 +142,9 @@ def federated(method, *, seed, clients, rounds, clip=None, stddev=None, **number
                 **numbers,
             )
             if clip is not None:
-                own = own * min(1.0, clip / float(own.norm()))
-                own = noise.add_gaussian({"u": own}, stddev)["u"]
-            uploads.append(own)
+                personal = personal * min(1.0, clip / float(personal.norm()))
+                personal = noise.add_gaussian({"u": personal}, stddev)["u"]
+            uploads.append(personal)
         known = uploads
         w = sum(known) / clients
         received = clouds(known, **numbers) if method == "fedamp" else [w] * clients

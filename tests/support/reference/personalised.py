@@ -34,8 +34,8 @@ def federated(method, task, *, seed, clients, rounds, is_personal=lambda name: F
             total = sum(map(len, examples))
             for name in shared:
                 parts = [
-                    model.get_parameter(name) * len(own)
-                    for model, own in zip(models, examples, strict=True)
+                    model.get_parameter(name) * len(data)
+                    for model, data in zip(models, examples, strict=True)
                 ]
                 server.get_parameter(name).copy_(sum(parts) / total)
     return {name: server.get_parameter(name).detach() for name in shared}, models, memories
@@ -54,6 +54,7 @@ def mini_batches(examples, order, training):
 
 
 def descend(model, parameters, examples, order, training):
+    """Train parameters in place by plain SGD."""
     optimizer = torch.optim.SGD(parameters, lr=training.learning_rate)
     model.train()
     for x, y in mini_batches(examples, order, training):

@@ -49,6 +49,7 @@ def trained(world, data, local, generator):
 
 
 def against_gradient(world, data):
+    """Return the negative gradient of the loss over all records."""
     model = Net()
     model.load_state_dict(world)
     params = dict(model.named_parameters())
@@ -120,8 +121,8 @@ def naive(silos, start, plan, *, seed, rounds, local, server_rate):
 def group(silos, start, limits, training, *, seed, rounds, server_rate):
     """Run Algorithm 2, with DP-SGD as a loop over single records."""
     kept = [
-        silo.limited(own, seeded_generator(seed, "kept records")).train
-        for silo, own in zip(silos, limits, strict=True)
+        silo.limited(limit, seeded_generator(seed, "kept records")).train
+        for silo, limit in zip(silos, limits, strict=True)
     ]
     world = {n: p.clone() for n, p in start.items()}
     for t in range(1, rounds + 1):
@@ -136,8 +137,8 @@ def group(silos, start, limits, training, *, seed, rounds, server_rate):
                 taken = np.flatnonzero(drawn.random(len(data)) < training.sampling_rate)
                 step = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in model.items()}
                 for row in taken:
-                    own = against_gradient(model, data.subset([row]))
-                    for n, g in clipped(own, training.clipping_norm).items():
+                    limit = against_gradient(model, data.subset([row]))
+                    for n, g in clipped(limit, training.clipping_norm).items():
                         step[n] -= g
                 stddev = training.noise_multiplier * training.clipping_norm
                 step = noise.add_gaussian(step, stddev)

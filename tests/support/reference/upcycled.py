@@ -91,11 +91,11 @@ def scaffold(x, clients, server, memory, *, population, rate):
     c = server["c"] = server.get("c", zero)
     moves, changes = [], []
     for client in clients:
-        own = memory.get(client.number, zero)
-        y, steps = client.sgd(x, lambda w, own=own: c - own)
-        renewed = own - c + (x - y) / (steps * client.rate)
+        control = memory.get(client.number, zero)
+        y, steps = client.sgd(x, lambda w, control=control: c - control)
+        renewed = control - c + (x - y) / (steps * client.rate)
         moves.append(y - x)
-        changes.append(renewed - own)
+        changes.append(renewed - control)
         memory[client.number] = renewed
     # The server's Δc equals c⁺ᵢ − cᵢ on the client, although c is never sent.
     server["c before"], server["c"] = c, c + sum(changes) / population

@@ -137,7 +137,7 @@ def test_a_factory_with_new_settings_makes_new_models(batched):
 
 
 @pytest.mark.parametrize(
-    ("layer", "said"),
+    ("layer", "message"),
     [
         (nn.BatchNorm1d(4), "batch normalisation"),
         (nn.AlphaDropout(0.5), "AlphaDropout(p=0.5, inplace=False) would draw different random"),
@@ -146,9 +146,9 @@ def test_a_factory_with_new_settings_makes_new_models(batched):
         (nn.Embedding(4, 2, padding_idx=1, scale_grad_by_freq=True), "cannot be stacked"),
     ],
 )
-def test_models_that_gain_nothing_in_a_batch_are_trained_one_by_one(layer, said):
+def test_models_that_gain_nothing_in_a_batch_are_trained_one_by_one(layer, message):
     task = problem(lambda: nn.Sequential(layer))
-    assert said in why_apart(task, jobs_of(Dense, [SGD], ALIKE))
+    assert message in why_apart(task, jobs_of(Dense, [SGD], ALIKE))
 
 
 def test_one_training_alone_is_never_tried_in_a_batch(monkeypatch):

@@ -71,6 +71,7 @@ def differing(model, jobs, others=()):
 
 
 def changed(usual, models):
+    """Return the numbers of the models that differ from the usual ones."""
     return {
         number
         for number, model in models.items()

@@ -392,11 +392,11 @@ def test_a_lone_batch_invariant_model_equals_one_in_a_group(model, size, batch_s
             )
             start = task.initial_params(1)
             made.append(Job(params=start, examples=examples, training=unstable, generator=draw))
-        found = {}
+        models = {}
         for group, rows in train_groups(task, made, batch_invariant=True):
             for row, index in enumerate(group):
-                found[clients[index]] = {name: p[row].clone() for name, p in rows.items()}
-        return found
+                models[clients[index]] = {name: p[row].clone() for name, p in rows.items()}
+        return models
 
     every = trained([0, 1, 2, 3, 4])
     for clients in ([0], [3], [0, 4], [1, 2, 3]):

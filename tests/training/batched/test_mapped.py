@@ -65,6 +65,7 @@ MODELS = {
 
 
 def setting(which, count=3, batch=4):
+    """Return a model, parameters of several, the same as a stack, and a batch for each."""
     build, shape = MODELS[which]
     model = build()
     generator = torch.Generator().manual_seed(0)
@@ -104,7 +105,7 @@ def test_gradients_belong_to_each_model_alone(which, by_products):
 
 
 @pytest.mark.parametrize("which", MODELS)
-def test_a_target_keeps_what_it_held(which):
+def test_a_gradient_is_added_to_what_a_target_held(which):
     model, every, many, x, y = setting(which)
     targets = {n: Target(torch.ones_like(p), factor=-2.0) for n, p in many.items()}
     slopes = alone(model, every[1], x[1], y[1])
@@ -240,6 +241,8 @@ def hooked():
 
 
 def checkpointed():
+    """Return a model that computes its activations again in the backward pass."""
+
     def forward(x):
         return torch.utils.checkpoint.checkpoint(head, x, use_reentrant=False)
 

@@ -97,14 +97,14 @@ class Mixing(nn.Module):
     ),
 )
 def test_an_odd_record_moves_no_other_in_a_model_that_scales_all(which, odd):
-    own = problem(lambda: Mixing(MIXERS[which]))
-    params = own.initial_params(0)
+    loop_task = problem(lambda: Mixing(MIXERS[which]))
+    params = loop_task.initial_params(0)
     x, y = torch.randn(8, 4, generator=torch.Generator().manual_seed(3)), torch.arange(8) % 3
     beside = x.clone()
     beside[0] = odd
-    gradient = ClippedGradient(own, [*params], clipping_norm=0.1)
-    usual, found = (gradient(params, features, y) for features in (x, beside))
-    moved = sum(float((found[name] - usual[name]).square().sum()) for name in params) ** 0.5
+    gradient = ClippedGradient(loop_task, [*params], clipping_norm=0.1)
+    usual, changed = (gradient(params, features, y) for features in (x, beside))
+    moved = sum(float((changed[name] - usual[name]).square().sum()) for name in params) ** 0.5
     assert gradient.way != "in one pass"
     assert moved <= 0.2  # one gradient was removed, and another one added
 
@@ -196,13 +196,13 @@ def test_with_decided_tests_each_example_is_separate_and_counted_once():
         def forward(self, x):
             return super().forward(x[:, 0], x[:, 1])
 
-    own = problem(lambda: Packed(QUESTIONS["all"]))
-    theirs = by_loop(own, params, packed, 0.3, list(params))
+    loop_task = problem(lambda: Packed(QUESTIONS["all"]))
+    theirs = by_loop(loop_task, params, packed, 0.3, list(params))
     for name in params:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-3)
 
 
-def test_what_a_model_reads_of_itself_is_no_reading_of_values():
+def test_a_model_may_branch_on_its_buffers():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()

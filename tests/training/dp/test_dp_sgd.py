@@ -15,18 +15,12 @@ from flower_ext.privacy import SeededNoise
 from flower_ext.training import (
     ClippedGradient,
     DpSgdTraining,
-    Job,
-    LocalTraining,
-    Proximal,
-    StepNoise,
     Task,
     cox_loss,
-    train,
     train_dp_sgd,
 )
 from flower_ext.training.dp import dp_sgd
 from flower_ext.training.single_examples import layers
-from tests.support import worlds
 from tests.support.grids import grid
 from tests.support.jobs import problem
 from tests.support.reference.clipped_gradient import by_loop
@@ -297,15 +291,15 @@ def test_records_are_drawn_independently_at_the_sampling_rate(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("build", "loss", "said"),
+    ("build", "loss", "message"),
     [
         (lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), cross_entropy, "GroupNorm"),
         (lambda: nn.Linear(4, 1), cox_loss, "compares examples"),
     ],
 )
-def test_what_has_no_gradient_of_single_examples_is_refused(build, loss, said):
+def test_what_has_no_gradient_of_single_examples_is_refused(build, loss, message):
     task = problem(build, loss)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         ClippedGradient(task, list(dict(build().named_parameters())), clipping_norm=1.0)
 
 
@@ -579,8 +573,8 @@ def test_a_record_whose_loss_raises_counts_as_zero_and_moves_no_other(which, cap
     for name in params:
         assert ours[name].any()
         assert torch.equal(ours[name], theirs[name])
-    (said,) = [r for r in caplog.records if "counts as zero" in r.message]
-    assert said.levelname == "WARNING"
+    (messages,) = [r for r in caplog.records if "counts as zero" in r.message]
+    assert messages.levelname == "WARNING"
 
 
 def test_if_every_record_raises_the_sum_is_zero_and_logged(caplog):
@@ -670,7 +664,7 @@ def test_dropout_does_not_hide_that_layers_tell_examples_apart():
     ids=["weighted classes", "smoothed", "a sum", "plain"],
 )
 @pytest.mark.parametrize("ignored", [(), (0, 1, 2)], ids=["all", "some without a label"])
-def test_no_record_weighs_more_for_what_the_others_are(loss, ignored):
+def test_the_weight_of_a_record_does_not_depend_on_others(loss, ignored):
     task, data = problem(dense, loss), records((4,), 12)
     data.targets[list(ignored)] = -100
     params = task.initial_params(0)
@@ -748,60 +742,3 @@ def test_dp_sgd_ends_whatever_a_record_does_to_its_loss():
         sampling=np.random.default_rng(0),
         noise=SeededNoise(1, "n"),
     )
-
-
-# Clipped steps in passes ------------------------------------------------------------------------
-
-
-def clipped_job(**changes):
-    facts = {
-        "params": worlds.task().initial_params(0),
-        "examples": worlds.client_data(1).train,
-        "training": LocalTraining(epochs=2, batch_size=8, learning_rate=0.3),
-        "generator": torch.Generator().manual_seed(3),
-        "noise": StepNoise(clipping_norm=0.4, stddev=0.01, source=SeededNoise(5)),
-    }
-    return Job(**{**facts, **changes})
-
-
-def test_clipped_steps_with_terms_equal_the_plain_loop():
-    anchor = worlds.task().initial_params(9)
-    job = clipped_job(terms=[Proximal(weight=0.7, anchor=anchor)])
-    ours = train(worlds.task(), job)
-    model, noise = worlds.Net(), SeededNoise(5)
-    data, order = worlds.client_data(1).train, torch.Generator().manual_seed(3)
-    weights = worlds.task().initial_params(0)
-    for _ in range(2):
-        rows = torch.randperm(len(data), generator=order)
-        for batch in rows.split(8):
-            summed = {name: torch.zeros_like(w) for name, w in weights.items()}
-            for row in batch:
-                model.load_state_dict(weights)
-                loss = cross_entropy(model(data.features[[row]]), data.targets[[row]])
-                parts = torch.autograd.grad(loss, list(model.parameters()))
-                norm = math.sqrt(sum(float((part**2).sum()) for part in parts))
-                for name, part in zip(weights, parts, strict=True):
-                    summed[name] += part * min(1.0, 0.4 / norm)
-            # The last batch of a pass is smaller; it is divided by 8 as all others.
-            noised = noise.add_gaussian(summed, 0.01 * 8 / 0.3)
-            weights = {
-                n: w - 0.3 * (noised[n] / 8 + 0.7 * (w - anchor[n])) for n, w in weights.items()
-            }
-    for name, weight in weights.items():
-        torch.testing.assert_close(ours[name], weight, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("setting", [{"momentum": 0.5}, {"sam_radius": 0.1}, {"tolerance": 0.1}])
-def test_clipped_steps_are_plain_steps(setting):
-    training = LocalTraining(epochs=1, **setting)
-    with pytest.raises(ValueError, match="leave it out, because each step is clipped"):
-        train(worlds.task(), clipped_job(training=training))
-
-
-@pytest.mark.parametrize(
-    ("change", "said"), [({"clipping_norm": 0.0}, "clipping_norm"), ({"stddev": -1.0}, "stddev")]
-)
-def test_step_noise_without_bounds_is_refused_by_name(change, said):
-    facts = {"clipping_norm": 1.0, "stddev": 0.1, "source": SeededNoise(1)}
-    with pytest.raises(ValueError, match=f"{said}="):
-        StepNoise(**{**facts, **change})

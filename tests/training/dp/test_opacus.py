@@ -87,6 +87,7 @@ def clipped(build, data, clipping_norm=0.3):
 
 
 def assert_is_like_a_loop(build, data, *, in_one_pass, clipping_norm=0.3):
+    """Assert the way that is taken, and that the gradient equals that of a plain loop."""
     gradient, params, ours = clipped(build, data, clipping_norm)
     assert (gradient.way == "in one pass") == in_one_pass
     theirs = by_loop(gradient.task, params, data, clipping_norm, list(params))
@@ -120,7 +121,7 @@ def test_an_embedding_that_sees_no_examples_is_in_no_one_pass():
     assert_is_like_a_loop(Placed, texts(3), in_one_pass=False)
 
 
-def test_gradients_that_pytorch_would_keep_sparse_are_as_others():
+def test_sparse_gradients_equal_dense_ones():
     _, _, usual = clipped(Words, texts(6))
     gradient, _, ours = clipped(lambda: Words(sparse=True), texts(6))
     assert gradient.way == "in one pass"
@@ -162,7 +163,7 @@ def test_an_embedding_that_rewrites_its_rows_is_refused_by_name(build):
     ],
     ids=lambda layer: type(layer).__name__,
 )
-def test_what_a_trial_might_not_show_is_left_out_beforehand(layer):
+def test_layers_that_a_trial_cannot_judge_never_train_in_one_pass(layer):
     names = [name for name, _ in layer.named_parameters()]
     gradient = ClippedGradient(problem(lambda: layer), names, clipping_norm=1.0)
     assert gradient.way != "in one pass"

@@ -137,8 +137,8 @@ def test_a_record_with_an_odd_leaf_counts_as_zero(build, leaf, caplog):
     expected, _ = gradient(task, params, rest)
     for name in params:
         torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-4)
-    (said,) = [r for r in caplog.records if "counts as zero" in r.message]
-    assert said.levelname == "WARNING"
+    (messages,) = [r for r in caplog.records if "counts as zero" in r.message]
+    assert messages.levelname == "WARNING"
 
 
 class LookedUp(Weighed):
@@ -232,8 +232,10 @@ def test_targets_of_several_tensors_go_with_features_of_one():
         def scaled(outputs, targets, share=share):
             return cross_entropy(outputs, targets) * share
 
-        own = by_loop(problem(PACKED.model, scaled), params, data.subset([row]), 0.3, list(params))
-        for name, part in own.items():
+        expected_gradient = by_loop(
+            problem(PACKED.model, scaled), params, data.subset([row]), 0.3, list(params)
+        )
+        for name, part in expected_gradient.items():
             summed[name] += part
     for name in params:
         torch.testing.assert_close(ours[name], summed[name], rtol=1e-4, atol=1e-4)

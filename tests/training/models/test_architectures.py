@@ -1,3 +1,5 @@
+"""Models have the layers, sizes and losses of their papers."""
+
 import pytest
 import torch
 from torch.nn import functional

@@ -99,58 +99,62 @@ def job(params, seed: int) -> Job:
     )
 
 
-def assert_same(found, expected):
-    assert set(found) == set(expected)
+def assert_same(ours, expected):
+    assert set(ours) == set(expected)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours[name], value, atol=1e-5, rtol=1e-5)
 
 
 def test_only_what_trains_travels():
-    own = task(Backbone)
-    assert set(own.initial_params(0)) == set(own.shapes) == {"head.weight", "head.bias"}
-    assert not torch.equal(own.initial_params(0)["head.bias"], own.initial_params(1)["head.bias"])
+    loop_task = task(Backbone)
+    assert set(loop_task.initial_params(0)) == set(loop_task.shapes) == {"head.weight", "head.bias"}
+    assert not torch.equal(
+        loop_task.initial_params(0)["head.bias"], loop_task.initial_params(1)["head.bias"]
+    )
 
 
 def test_training_with_frozen_parts_matches_torch_alone_and_in_a_batch():
-    own = task(Backbone)
-    params = own.initial_params(3)
+    loop_task = task(Backbone)
+    params = loop_task.initial_params(3)
     expected = []
     for seed in range(6):
-        model = own.model().train()
+        model = loop_task.model().train()
         model.body.eval()
         expected.append(plain_loop(model, params, examples(seed), seed))
-    alone = train_one(own, params, examples(0), SGD, generator=torch.Generator().manual_seed(0))
+    alone = train_one(
+        loop_task, params, examples(0), SGD, generator=torch.Generator().manual_seed(0)
+    )
     assert_same(alone, expected[0])
-    for found, one in zip(
-        train_many(own, [job(params, s) for s in range(6)]), expected, strict=True
+    for trained, one in zip(
+        train_many(loop_task, [job(params, s) for s in range(6)]), expected, strict=True
     ):
-        assert_same(found, one)
+        assert_same(trained, one)
 
 
-def test_what_is_frozen_never_changes_and_is_the_same_in_every_model():
-    own = task(Backbone)
-    before = {name: value.clone() for name, value in own.factory.facts.frozen.items()}
+def test_frozen_parameters_never_change_and_every_model_shares_them():
+    loop_task = task(Backbone)
+    before = {name: value.clone() for name, value in loop_task.factory.facts.frozen.items()}
     assert set(before) == {
         *("body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias"),
         *("body.1.running_mean", "body.1.running_var", "body.1.num_batches_tracked"),
     }
-    params = own.initial_params(0)
-    train_many(own, [job(params, seed) for seed in range(6)])
-    train_one(own, params, examples(9), SGD, generator=torch.Generator())
-    evaluate(own, params, examples(8))
-    for model in (own.model(), own.model()):
+    params = loop_task.initial_params(0)
+    train_many(loop_task, [job(params, seed) for seed in range(6)])
+    train_one(loop_task, params, examples(9), SGD, generator=torch.Generator())
+    evaluate(loop_task, params, examples(8))
+    for model in (loop_task.model(), loop_task.model()):
         state = model.state_dict()
         assert all(torch.equal(state[name], value) for name, value in before.items())
     # Drawn once, although it does not travel.
-    assert torch.equal(own.model().scale, own.model().scale)
+    assert torch.equal(loop_task.model().scale, loop_task.model().scale)
 
 
 def test_the_norm_of_an_examples_gradient_is_that_of_what_trains():
-    own = task(Backbone)
-    params, data = own.initial_params(0), examples(5)
-    clipped = ClippedGradient(own, [*params], clipping_norm=0.05)
-    found = clipped(params, data.features, data.targets)
-    model = own.model().eval()
+    loop_task = task(Backbone)
+    params, data = loop_task.initial_params(0), examples(5)
+    clipped = ClippedGradient(loop_task, [*params], clipping_norm=0.05)
+    gradient_found = clipped(params, data.features, data.targets)
+    model = loop_task.model().eval()
     expected = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in params.items()}
     for x, y in zip(data.features, data.targets, strict=True):
         model.load_state_dict(params, strict=False)
@@ -160,11 +164,11 @@ def test_the_norm_of_an_examples_gradient_is_that_of_what_trains():
         for name, slope in zip(("head.weight", "head.bias"), slopes, strict=True):
             expected[name] += slope.double() * min(1.0, 0.05 / norm)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-3)
+        torch.testing.assert_close(gradient_found[name], value, atol=1e-6, rtol=1e-3)
 
 
 def test_dp_sgd_trains_above_frozen_statistics():
-    own = task(Backbone)
+    loop_task = task(Backbone)
     training = DpSgdTraining(
         steps=3,
         sampling_rate=0.5,
@@ -173,17 +177,17 @@ def test_dp_sgd_trains_above_frozen_statistics():
         clipping_norm=1.0,
         noise_multiplier=1e-6,
     )
-    params = own.initial_params(0)
-    found = train_dp_sgd(
-        own,
+    params = loop_task.initial_params(0)
+    trained = train_dp_sgd(
+        loop_task,
         params,
         examples(1),
         training,
         sampling=np.random.default_rng(0),
         noise=SeededNoise(0),
     )
-    assert set(found) == set(params)
-    assert not torch.equal(found["head.weight"], params["head.weight"])
+    assert set(trained) == set(params)
+    assert not torch.equal(trained["head.weight"], params["head.weight"])
 
 
 def test_statistics_of_frozen_layers_may_be_shared_and_others_may_not():
@@ -193,8 +197,8 @@ def test_statistics_of_frozen_layers_may_be_shared_and_others_may_not():
 
 
 def test_names_that_train_come_before_requires_grad():
-    own = task(Backbone, trainable=["body.0"])
-    assert set(own.shapes) == {"body.0.weight", "body.0.bias"}
+    loop_task = task(Backbone, trainable=["body.0"])
+    assert set(loop_task.shapes) == {"body.0.weight", "body.0.bias"}
     again = task(partial(Backbone, freeze=False), trainable=["body.0"])
     assert set(again.shapes) == {"body.0.weight", "body.0.bias"}
     with pytest.raises(InvalidValue, match=r"trainable='tail' names no parameter"):
@@ -251,48 +255,50 @@ def test_a_method_of_equal_objects_is_one_factory():
 @pytest.mark.parametrize("factory", [Backbone, partial(Backbone, freeze=True), Settings(5).build])
 def test_a_task_that_was_sent_builds_no_model_again(factory, monkeypatch):
     """On Ray each message carries the app, and with it a task."""
-    own = task(factory)
-    shapes = own.shapes
+    loop_task = task(factory)
+    shapes = loop_task.shapes
     monkeypatch.setattr(ModelFactory, "_built", None)  # building a model from here on fails
-    sent = pickle.loads(pickle.dumps(own))
-    assert sent.factory is own.factory
+    sent = pickle.loads(pickle.dumps(loop_task))
+    assert sent.factory is loop_task.factory
     assert sent.shapes == shapes
 
 
 def test_a_received_model_is_rebuilt_where_it_is_unknown(monkeypatch):
-    own = task(Backbone)
-    sent, frozen = pickle.dumps(own), own.fingerprint
+    loop_task = task(Backbone)
+    sent, frozen = pickle.dumps(loop_task), loop_task.fingerprint
     assert len(sent) < 1_000  # no parameters
     monkeypatch.setattr(
         f"{factory_of.__module__}._factory_by", lambda key: ModelFactory(key.function)
     )
     elsewhere = pickle.loads(sent)
-    assert elsewhere.factory is not own.factory
+    assert elsewhere.factory is not loop_task.factory
     assert elsewhere.fingerprint == frozen
 
 
 def test_tied_parameters_train_as_one_which_travels_once_and_unused_ones_stay():
-    own = task(Tied)
-    params = own.initial_params(0)
+    loop_task = task(Tied)
+    params = loop_task.initial_params(0)
     assert "out.weight" not in params
-    expected = [plain_loop(own.model().train(), params, examples(s), s) for s in range(6)]
-    found = train_one(own, params, examples(0), SGD, generator=torch.Generator().manual_seed(0))
-    assert_same(found, expected[0])
-    assert torch.equal(found["unused.weight"], params["unused.weight"])
+    expected = [plain_loop(loop_task.model().train(), params, examples(s), s) for s in range(6)]
+    trained = train_one(
+        loop_task, params, examples(0), SGD, generator=torch.Generator().manual_seed(0)
+    )
+    assert_same(trained, expected[0])
+    assert torch.equal(trained["unused.weight"], params["unused.weight"])
     for one, other in zip(
-        train_many(own, [job(params, s) for s in range(6)]), expected, strict=True
+        train_many(loop_task, [job(params, s) for s in range(6)]), expected, strict=True
     ):
         assert_same(one, other)
 
 
 def test_dp_sgd_counts_both_uses_of_a_tied_parameter():
-    own = task(Tied)
-    params, data = own.initial_params(0), examples(2)
-    clipped = ClippedGradient(own, [*params], clipping_norm=0.3)
-    found = clipped(params, data.features, data.targets)
-    expected = by_loop(own, params, data, 0.3, [*params])
+    loop_task = task(Tied)
+    params, data = loop_task.initial_params(0), examples(2)
+    clipped = ClippedGradient(loop_task, [*params], clipping_norm=0.3)
+    trained = clipped(params, data.features, data.targets)
+    expected = by_loop(loop_task, params, data, 0.3, [*params])
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-3)
+        torch.testing.assert_close(trained[name], value, atol=1e-6, rtol=1e-3)
 
 
 def test_a_frozen_base_is_loaded_once_and_once_for_initial_weights():
@@ -304,17 +310,17 @@ def test_a_frozen_base_is_loaded_once_and_once_for_initial_weights():
         return Backbone()
 
     for _ in range(3):
-        own = Task(model=load, data=lambda client: None)
-        first, again = own.initial_params(1), own.initial_params(1)
+        frozen_task = Task(model=load, data=lambda client: None)
+        first, again = frozen_task.initial_params(1), frozen_task.initial_params(1)
         again["head.weight"].zero_()
-        assert own.shapes["head.weight"] == (3, 6)
-        assert own.initial_params(1)["head.weight"].equal(first["head.weight"])
-        own.model()
+        assert frozen_task.shapes["head.weight"] == (3, 6)
+        assert frozen_task.initial_params(1)["head.weight"].equal(first["head.weight"])
+        frozen_task.model()
     assert len(loaded) == 2
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.complex64], ids=str)
-def test_what_cannot_travel_is_refused_by_name_unless_it_is_frozen(kind):
+def test_parameters_that_cannot_be_sent_are_refused_unless_frozen(kind):
     def build(trains):
         base = nn.Linear(3, 4).to(kind).requires_grad_(trains)
         return nn.Sequential(base, nn.Linear(4, 2))
@@ -332,13 +338,13 @@ def test_an_option_with_one_name_of_a_tied_parameter_says_so(names):
             self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
             self.b.weight = self.a.weight
 
-    said = "names 'b.weight', which is tied to 'a.weight'"
-    with pytest.raises(InvalidValue, match=f"trainable=.* {said}"):
+    message = "names 'b.weight', which is tied to 'a.weight'"
+    with pytest.raises(InvalidValue, match=f"trainable=.* {message}"):
         factory_of(Twice, names).initial(0)
     tied, travelling = factory_of(Twice).facts.tied, factory_of(Twice).facts.travelling
     assert tied == {"b.weight": "a.weight"}
     for option in ("personal", "adaptive"):
-        with pytest.raises(InvalidValue, match=f"{option}=.* {said}"):
+        with pytest.raises(InvalidValue, match=f"{option}=.* {message}"):
             require_modules(option, names, travelling, tied)
     assert {*factory_of(Twice, ("a.weight", "b")).initial(0)} == {"a.weight", "b.bias"}
 

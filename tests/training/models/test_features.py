@@ -22,10 +22,10 @@ CLIENTS = 3
 
 
 def changed(record: torch.Tensor, client: int) -> ClientData:
-    own = images(client)
-    x = own.train.features.clone()
+    data = images(client)
+    x = data.train.features.clone()
     x[2] = record
-    return ClientData(train=Examples(x, own.train.targets), test=own.test)
+    return ClientData(train=Examples(x, data.train.targets), test=data.test)
 
 
 def without_a_record(client: int) -> ClientData:
@@ -36,8 +36,8 @@ def without_a_record(client: int) -> ClientData:
 def test_features_are_what_the_front_puts_out_in_evaluation_and_targets_stay():
     plain = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(25), nn.Dropout(0.5), nn.Linear(25, 4))
     made = Features(lambda: plain.train(), images)(1)
-    own = images(1)
-    for part, was in ((made.train, own.train), (made.test, own.test)):
+    data = images(1)
+    for part, was in ((made.train, data.train), (made.test, data.test)):
         torch.testing.assert_close(part.features, plain.eval()(was.features))
         assert torch.equal(part.targets, was.targets)
         assert not part.features.requires_grad
@@ -104,7 +104,7 @@ def test_an_example_passes_once():
     assert count_of(features, 1) == 12
 
 
-def test_what_is_in_the_folder_passes_in_no_other_object_either(tmp_path):
+def test_features_in_the_folder_are_not_computed_by_another_object(tmp_path):
     first = Features(Front, images, tmp_path)
     assert count_of(first) == 12
     second = Features(Front, images, tmp_path)
@@ -161,8 +161,8 @@ def test_another_front_reads_nothing_of_the_folder(tmp_path):
 
 def test_owners_of_records_in_silos_stay():
     def silo(client):
-        own = images(client)
-        return SiloData(train=own.train, test=own.test, owners=torch.arange(8))
+        data = images(client)
+        return SiloData(train=data.train, test=data.test, owners=torch.arange(8))
 
     made = Features(Front, silo)(0)
     assert isinstance(made, SiloData)
@@ -171,8 +171,8 @@ def test_owners_of_records_in_silos_stay():
 
 def test_a_partition_without_test_examples_has_features_of_the_same_form():
     def untested(client):
-        own = images(client)
-        return ClientData(train=own.train, test=own.test.subset([]))
+        data = images(client)
+        return ClientData(train=data.train, test=data.test.subset([]))
 
     made = Features(Front, untested)(0)
     assert made.test.row_type == made.train.row_type

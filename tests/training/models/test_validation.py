@@ -1,3 +1,5 @@
+"""Models with layers that mix examples are refused, and fixed on request."""
+
 import pytest
 import torch
 from torch import nn

@@ -8,7 +8,7 @@ from flower_ext.training.single_examples import layers
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
 @pytest.mark.parametrize("left", [0.0, 1e-7, 1e-5, 1e-3, 1.0])
-def test_what_cancels_does_not_pass_unclipped(left, scale):
+def test_places_that_cancel_in_an_example_are_still_clipped(left, scale):
     """Two places of one example have opposite gradients, up to a remainder."""
     random = torch.Generator().manual_seed(0)
     count, places, outputs, wide = 20, 16, 30, 200
@@ -28,7 +28,7 @@ def test_what_cancels_does_not_pass_unclipped(left, scale):
 
 
 @pytest.mark.parametrize("left", [0.0, 1e-7, 1e-3, 1.0])
-def test_what_cancels_at_one_word_does_not_pass_unclipped(left):
+def test_occurrences_of_a_word_that_cancel_are_still_clipped(left):
     """Words occur twice with opposite slopes, up to a remainder."""
     draw = torch.Generator().manual_seed(0)
     count, width, vocabulary = 20, 8, 30

@@ -106,7 +106,7 @@ class FirstForHugeOnes(nn.Module):
         return self.layer(x) * (100.0 if self.first > 1e9 else 1.0)
 
 
-def test_what_a_first_example_leaves_is_refused_although_no_gradient_shows_it():
+def test_state_that_a_first_example_leaves_is_refused():
     task = problem(FirstForHugeOnes)
     gradient = ClippedGradient(task, NAMES, clipping_norm=BOUND)
     with pytest.raises(ValueError, match=r"model\.first changes"):
@@ -127,7 +127,7 @@ REFUSED_TOO = {
 
 
 @pytest.mark.parametrize("which", REFUSED_TOO)
-def test_what_only_some_examples_leave_behind_is_seen_in_any_order(which):
+def test_state_that_some_examples_leave_is_detected_in_any_order(which):
     build, features, place = REFUSED_TOO[which]
     task = problem(build)
     gradient = ClippedGradient(task, NAMES, clipping_norm=BOUND)

@@ -14,7 +14,7 @@ from flower_ext.errors import InvalidValue, is_tellable
 from flower_ext.privacy import SeededNoise
 from flower_ext.training import DpSgdTraining, Task, train_dp_sgd
 from flower_ext.training.dp.dp_sgd import ClippedGradient
-from flower_ext.training.trials.examples_in_turn import _usual_examples, why_nothing_learned
+from flower_ext.training.trials.examples_in_turn import usual_examples, why_nothing_learned
 from tests.support.grids import grid
 
 
@@ -121,16 +121,16 @@ def test_a_model_that_learns_from_no_single_example_is_refused(build, count):
 @pytest.mark.parametrize("labels", ["years", "none", "beyond the classes"])
 def test_labels_that_do_not_begin_at_zero_are_refused_with_a_remedy(labels):
     """The trial reads no label, so the refusal is the same for all."""
-    own = {"years": 1990 + torch.arange(9) % 3, "none": torch.arange(0), "beyond the classes": 7}
-    targets = torch.as_tensor(own[labels]).expand(9 if labels != "none" else 0)
+    years = {"years": 1990 + torch.arange(9) % 3, "none": torch.arange(0), "beyond the classes": 7}
+    targets = torch.as_tensor(years[labels]).expand(9 if labels != "none" else 0)
     task = Task(
         model=Network,
         data=lambda client: None,
         loss=lambda outputs, targets: functional.cross_entropy(outputs, targets - 1990),
     )
     gradient = ClippedGradient(task, [*task.initial_params(0)], clipping_norm=1.0)
-    said = "begin at another number, as in .* subtract it in the data set, not in the loss"
-    with pytest.raises(InvalidValue, match=said) as refusal:
+    message = "begin at another number, as in .* subtract it in the data set, not in the loss"
+    with pytest.raises(InvalidValue, match=message) as refusal:
         gradient(task.initial_params(0), torch.rand(len(targets), 6), targets)
     assert is_tellable(refusal.value)
     assert "BatchNorm" not in str(refusal.value)
@@ -156,7 +156,7 @@ ROWS, COUNTS = torch.zeros(2, 6), torch.zeros(2, 6).long()
 def reason(outputs_of, slopes=None, features=ROWS):
     """Return why a model of these outputs, whose gradients are ``slopes``, learns nothing."""
     slopes = {"weight": torch.ones(2)} if slopes is None else slopes
-    examples = _usual_examples(features, torch.zeros(2).long())
+    examples = usual_examples(features, torch.zeros(2).long())
     return why_nothing_learned("M", outputs_of, examples, [slopes] * len(examples))
 
 

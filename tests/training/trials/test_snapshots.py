@@ -88,6 +88,7 @@ def adding(numbers):
 
 
 def enclosing():
+    """Return a function that encloses a list, and a change of the list."""
     box = []
 
     def function():
@@ -97,6 +98,7 @@ def enclosing():
 
 
 def with_default():
+    """Return a function with a list as a default, and a change of the list."""
     box = []
 
     def function(kept=box, *, other=None):
@@ -106,6 +108,8 @@ def with_default():
 
 
 def with_attribute():
+    """Return a function with an attribute, and a change of the attribute."""
+
     def function():
         pass
 
@@ -114,6 +118,8 @@ def with_attribute():
 
 
 def of_global():
+    """Return a function that reads a global list, and a change of the list."""
+
     def function():
         def inner():
             return TOTAL
@@ -137,6 +143,8 @@ def of_another_class():
 
 
 def holding(kind):
+    """Return a maker of an object that holds a list, and of a change of the list."""
+
     def made():
         box = []
         return kind(box), adding(box)
@@ -145,6 +153,8 @@ def holding(kind):
 
 
 def calling(kind, by=None):
+    """Return a maker of an object, and of a change that calls it."""
+
     def made():
         value = kind()
         return value, partial(by or (lambda value: value()), value)
@@ -260,7 +270,7 @@ KEEPING = {
 
 
 @pytest.mark.parametrize("what", KEEPING)
-def test_what_changes_is_seen_and_nothing_else_differs(what):
+def test_snapshots_differ_exactly_where_something_changed(what):
     root, change = KEEPING[what]()
     before = snapshot(root=root)
     assert changed_places(before, snapshot(root=root)) == []
@@ -296,7 +306,7 @@ def test_places_are_named():
     assert changed_places(before, after) == ["model.0.bias", "model.kept.a[0]", "model.kept[3]"]
 
 
-def test_what_appears_or_vanishes_is_a_change():
+def test_an_attribute_that_appears_or_vanishes_is_a_change():
     assert (
         changed_places({"a": 1}, {"a": 1, "b": 2})
         == changed_places({"a": 1, "b": 2}, {"a": 1})

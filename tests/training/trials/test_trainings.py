@@ -154,5 +154,5 @@ def test_a_loss_that_keeps_something_of_targets_is_refused(keep, targets):
 
 
 @pytest.mark.parametrize("build", [Keeping, Hooked, lambda: nn.Linear(4, 3)])
-def test_what_a_model_keeps_for_itself_is_allowed(build):
+def test_state_that_a_model_keeps_for_itself_is_allowed(build):
     assert reason(problem(build)) is None

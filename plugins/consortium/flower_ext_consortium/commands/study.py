@@ -51,7 +51,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.files import from_table, read_toml
 from flower_ext.runs.app_settings import SettingsFile, declared_settings
 from flower_ext.runs.directory import RunDirectory
-from flower_ext.runs.settings import INCIDENTAL, OF_NODES
+from flower_ext.runs.settings import OF_NODES, changed_settings
 from flower_ext_consortium.commands import link
 
 _ACCOUNT = "account.jsonl"
@@ -258,11 +258,9 @@ def _run(run: PreparedRun, path: Path) -> None:
     """Run a stage; continue it if it was interrupted, and keep it if it is complete."""
     if (path / "run.json").exists():
         directory = RunDirectory.open(path)
-        before = directory.config
         changed = [
-            f"{name} = {before.get(name)!r}, now {value!r}"
-            for name, value in run.config.items()
-            if name not in INCIDENTAL and before.get(name) != value
+            f"{name} = {before!r}, now {value!r}"
+            for name, (before, value) in changed_settings(directory.config, run.config).items()
         ]
         if changed and directory.has_used_data():
             raise InvalidValue(

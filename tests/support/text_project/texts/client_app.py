@@ -1,3 +1,5 @@
+"""The ClientApp of a project on texts."""
+
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg
 from flower_ext.federation import client_app
 from texts.task import task_of

@@ -1,3 +1,5 @@
+"""The ServerApp of a project on texts."""
+
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 

@@ -1,3 +1,5 @@
+"""A ServerApp that averages vectors, and notes everything that it can read in the replies."""
+
 import json
 from pathlib import Path
 

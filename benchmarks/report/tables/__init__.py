@@ -1,0 +1,49 @@
+"""The tables of results, made of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from benchmarks.report.tables import ditto, sharing, uldp, upcycled
+from benchmarks.report.tables.cells import stored_table
+from benchmarks.upcycled.experiment import SYNTHETIC
+from benchmarks.upcycled.table1 import PAPER
+
+# Metrics of DP-Ditto, and the digits that a table shows of them.
+_LOSS = {"training_loss_mean": 3}
+_LOSSES = {**_LOSS, "training_loss_std": 3}
+_UTILITY = {"accuracy_mean": 3, "training_loss_std": 3}
+
+TABLES: dict[str, Callable[[], str]] = {
+    "uldp-figure-4": partial(uldp.utility_table, 4, "creditcard"),
+    "uldp-figure-5": partial(uldp.utility_table, 5, "mnist"),
+    "uldp-figure-6": partial(uldp.utility_table, 6, "heart-disease"),
+    "uldp-figure-7": partial(uldp.utility_table, 7, "tcga-brca"),
+    "uldp-figure-7-scaled": partial(uldp.utility_table, 7, "tcga-brca-scaled"),
+    **{f"uldp-budgets-{number}": partial(uldp.budgets_table, number) for number in uldp.USERS},
+    "uldp-figure-11": partial(stored_table, "uldp-fl-figure-11", without=("set-up",)),
+    "uldp-figure-12": partial(stored_table, "uldp-fl-figure-12", without=("set-up", "ring-LWE")),
+    "uldp-figure-8": uldp.weighting_table,
+    "uldp-figure-10": uldp.sampling_table,
+    "upcycled-table-1": partial(upcycled.accuracy_table, 0.9),
+    "upcycled-table-3": partial(upcycled.accuracy_table, 0.3),
+    **{
+        f"upcycled-by-rate-{r:g}": partial(stored_table, f"upcycled-fl-by-rate-{r:g}")
+        for r in PAPER
+    },
+    "upcycled-figure-5": partial(upcycled.losses_table, 0.9, tuple(SYNTHETIC)),
+    "upcycled-figure-6": partial(upcycled.losses_table, 0.3, tuple(SYNTHETIC)),
+    "upcycled-figure-3-tau-2": partial(upcycled.private_table, "output-2"),
+    "upcycled-figure-3-tau-4": partial(upcycled.private_table, "output-4"),
+    "upcycled-figure-4": partial(upcycled.private_table, "objective"),
+    "ditto-figure-2": ditto.bounds_table,
+    "ditto-figure-3-mnist-dnn": partial(ditto.rounds_table, 3, "mnist-dnn", _UTILITY),
+    "ditto-figure-4-mnist-dnn": partial(ditto.rounds_table, 4, "mnist-dnn", _UTILITY),
+    "ditto-figure-5-mnist-dnn": partial(ditto.rounds_table, 5, "mnist-dnn", _LOSS),
+    "ditto-figure-5-mnist-mlr": partial(ditto.rounds_table, 5, "mnist-mlr", _LOSS),
+    "ditto-figure-6-mnist-dnn": partial(ditto.series_table, "mnist-dnn", _UTILITY, (3, 9, 15, 30)),
+    "ditto-figure-7": partial(ditto.rounds_table, 7, "", _LOSSES),
+    "sharing": sharing.accuracies_table,
+}
+"""The tables by their names in the pages."""

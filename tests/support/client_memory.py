@@ -1,0 +1,19 @@
+"""Memory of clients, for tests."""
+
+import torch
+from flwr.app import Context, RecordDict
+
+
+def context(run_config=None, **node_config) -> Context:
+    facts = {"partition-id": 2, **{n.replace("_", "-"): v for n, v in node_config.items()}}
+    return Context(
+        run_id=7, node_id=3, node_config=facts, state=RecordDict(), run_config=run_config or {}
+    )
+
+
+def params(value: float) -> dict[str, torch.Tensor]:
+    return {"b": torch.full((3,), value), "a": torch.tensor(value, dtype=torch.float64)}
+
+
+def disk_full(descriptor):
+    raise OSError("disk is full")
