@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import io
 import os
+import re
 import socket
 import time
 import tomllib
@@ -51,7 +52,8 @@ def whole_file(path: Path, *, sync: bool = True, private: bool = True) -> Iterat
 
     The options and the guarantees are those of `write_whole`.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}-{token_hex(4)}.draft")  # one per writer
+    writer = f"{os.getpid()}-{token_hex(4)}@{socket.gethostname()}"  # unique
+    draft = path.with_name(f".{path.name}.{writer}.draft")
     # A rename is atomic, so a reader sees the old or the new content, never a part of either.
     try:
         _remove_drafts_of_the_dead(path)
@@ -101,6 +103,27 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise InvalidValue(f"{path}: expected a TOML file; {error.strerror}") from None
     except ValueError as error:
         raise InvalidValue(f"{path} is not valid TOML: {error}") from None
+
+
+def read_key(path: Path, name: str, expected: str, *, is_text: bool = False) -> bytes:
+    """Return the 32 secret bytes in a file that only its owner can read.
+
+    With ``is_text``, the file holds them as lower-case hexadecimal digits. Errors call the file the
+    value of the setting ``name``, and end with the file that is ``expected``.
+    """
+    try:
+        with path.open("rb") as stream:
+            mode, content = os.fstat(stream.fileno()).st_mode, stream.read()
+    except OSError as error:
+        raise InvalidValue(f"{name}={path}: {error.strerror}; expected {expected}") from None
+    if mode & 0o077:
+        raise InvalidValue(f"{name}={path}: other users can read it; run chmod 600 {path}")
+    if is_text:
+        is_key = re.fullmatch(rb"[0-9a-f]{64}\s*", content)
+        content = bytes.fromhex(content.decode()) if is_key else b""
+    if len(content) != 32:
+        raise InvalidValue(f"{name}={path}: the file holds no key; expected {expected}")
+    return content
 
 
 def from_table(kind: type[T], table: Mapping[str, Any], where: str) -> T:
@@ -191,8 +214,9 @@ def _opened(path: Path, how: int, sync: bool, *, private: bool) -> Iterator[IO[b
 
 def _remove_drafts_of_the_dead(path: Path) -> None:
     """Remove unfinished files of `whole_file`, left by killed processes: they may hold secrets."""
-    for draft in path.parent.glob(f".{escape(path.name)}.*-*.draft"):
-        writer = draft.name.rsplit(".", 2)[1].partition("-")[0]
+    # Machines may share the folder, and a process id has a meaning only on its own machine.
+    for draft in path.parent.glob(f".{escape(path.name)}.*-*@{escape(socket.gethostname())}.draft"):
+        writer = draft.name.removeprefix(f".{path.name}.").partition("-")[0]
         if writer.isdecimal() and not psutil.pid_exists(int(writer)):
             draft.unlink(missing_ok=True)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from flower_ext.errors import InvalidValue
-from flower_ext.files import InUse, from_table, lock, write_whole
+from flower_ext.files import InUse, from_table, lock, read_key, whole_file, write_whole
 
 HOLD = """
 import os, sys, time
@@ -81,6 +81,31 @@ def test_concurrent_writers_leave_one_writers_content_and_no_draft(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_draft_of_another_machine_stays_whatever_its_process_id(tmp_path, monkeypatch):
+    """Machines may share a folder: a process that runs on one may be unknown on the other."""
+    path, dead = tmp_path / "file", subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    monkeypatch.setattr(os, "getpid", lambda: dead.pid)
+    monkeypatch.setattr(socket, "gethostname", lambda: "silo-2.example")
+    with whole_file(path) as stream:
+        stream.write(b"of the other machine")
+        (draft,) = tmp_path.iterdir()
+        for host in ("silo-1.example", "example", "*"):
+            monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+            write_whole(path, b"of this machine")
+            assert draft.exists()
+    assert path.read_bytes() == b"of the other machine"
+
+
+def test_a_draft_of_a_killed_process_of_this_machine_is_removed(tmp_path, monkeypatch):
+    path, dead = tmp_path / "file.json", subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    monkeypatch.setattr(socket, "gethostname", lambda: "silo-2.example")
+    (tmp_path / f".file.json.{dead.pid}-00@silo-2.example.draft").write_bytes(b"half a secr")
+    write_whole(path, b"whole")
+    assert [*tmp_path.iterdir()] == [path]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Box:
     max_size: int
@@ -103,3 +128,56 @@ def test_a_table_becomes_a_dataclass():
 def test_a_table_that_does_not_fit_is_refused_with_its_place(table, message):
     with pytest.raises(InvalidValue, match=message):
         from_table(Box, table, "[box]")
+
+
+KEY = bytes(range(32))
+
+
+def key_file(tmp_path, content, mode=0o600):
+    path = tmp_path / "secret.key"
+    path.write_bytes(content)
+    path.chmod(mode)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("content", "is_text"),
+    [(KEY, False), (KEY.hex().encode(), True), (KEY.hex().encode() + b"\n", True)],
+)
+def test_a_key_is_read_as_bytes_or_as_digits(tmp_path, content, is_text):
+    assert read_key(key_file(tmp_path, content), "key", "a key", is_text=is_text) == KEY
+
+
+@pytest.mark.parametrize(
+    ("content", "is_text"),
+    [
+        (b"", False),
+        (KEY[:31], False),
+        (KEY + b"\n", False),
+        (KEY.hex().encode(), False),
+        (KEY, True),
+        (KEY[:31].hex().encode(), True),
+        (KEY.hex(" ").encode(), True),
+        (KEY.hex().upper().encode(), True),
+        ("０".encode() * 64, True),
+    ],
+)
+def test_a_file_without_a_key_is_named_with_how_to_make_one(tmp_path, content, is_text):
+    path = key_file(tmp_path, content)
+    with pytest.raises(InvalidValue, match=f"^key={path}: the file holds no key; expected a key$"):
+        read_key(path, "key", "a key", is_text=is_text)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o620, 0o610, 0o604, 0o602, 0o601])
+def test_a_key_that_others_may_use_is_refused_whatever_it_holds(tmp_path, mode):
+    for content in (KEY, b"no key"):
+        path = key_file(tmp_path, content, mode)
+        with pytest.raises(InvalidValue, match=f"^key={path}: .*; run chmod 600 {path}$"):
+            read_key(path, "key", "a key")
+
+
+def test_a_missing_key_file_is_named_with_how_to_make_one(tmp_path):
+    with pytest.raises(InvalidValue, match=r"none: No such file or directory; expected a key$"):
+        read_key(tmp_path / "none", "key", "a key")
+    with pytest.raises(InvalidValue, match="Is a directory; expected a key"):
+        read_key(tmp_path, "key", "a key")

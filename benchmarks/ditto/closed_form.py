@@ -42,7 +42,7 @@ def coefficients(bound: ConvergenceBound) -> Coefficients:
     if not (0 < a < 1 and 0 <= b < 1):
         raise InvalidValue(f"rates {a!r} and {b!r}: expected numbers in (0, 1)")
     limit = bound.residual / (1 - a)
-    gap, noise = bound.coupling * bound.initial_gap, bound.coupling * bound.noise
+    gap, noise = bound.coupling * bound.initial_gap, bound.coupling * bound.gap_per_planned_round
     slope = noise / ((1 - a) * (1 - b))
     if a == b:
         return Coefficients(

@@ -102,9 +102,13 @@ TESTS = {
         "training/trials/test_lone_examples.py",
         "training/dp/test_dp_sgd.py",
     ),
-    "training/trials/examples.py": (
+    "training/trials/examples_in_turn.py": (
         "training/trials/test_lone_examples.py",
         "training/trials/test_examples_in_turn.py",
+        "training/dp/test_dp_sgd.py",
+        "training/dp/test_tree_examples.py",
+    ),
+    "training/trials/examples_together.py": (
         "training/trials/test_examples_together.py",
         "training/dp/test_dp_sgd.py",
         "training/dp/test_tree_examples.py",

@@ -212,7 +212,7 @@ def ours(build: Callable[[], nn.Module], x: Features, y: Tensor) -> Callable[[],
 
 
 def opacus(build: Callable[[], nn.Module], x: Features, y: Tensor) -> Callable[[], object]:
-    """Return a step by hooks; norms, clipping and sum are as in Opacus' optimiser."""
+    """Return a step by hooks; norms, clipping and sum are as in Opacus' optimizer."""
     from opacus import GradSampleModule
 
     model = GradSampleModule(build())

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flower_ext.training.models.hugging_face import with_lora
-
 WORDS, LENGTH, WIDTH, HEADS, LAYERS, CLASSES = 2_000, 64, 64, 4, 2, 10
 BYTES = 259
 
@@ -86,6 +84,8 @@ class Causal(nn.Module):
     ) -> None:
         super().__init__()
         from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+        from flower_ext_language.hugging_face import with_lora
 
         sizes: Any = GPTNeoXConfig(  # type: ignore[call-arg, unused-ignore]
             vocab_size=BYTES,

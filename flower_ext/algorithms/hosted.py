@@ -119,7 +119,7 @@ class Hosted(DPFedAvg):
     ) -> ConfigRecord:
         """Return the configuration, with the entries that the Flower strategy adds.
 
-        The Flower strategy begins the round with the optimiser's moments from ``state``.
+        The Flower strategy begins the round with the optimizer's moments from ``state``.
         """
         config = ConfigRecord({**config})
         self._configured(config, model, state, int(plan.sampling.expected_cohort_size))

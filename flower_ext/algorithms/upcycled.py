@@ -153,7 +153,7 @@ class Upcycled(Strategy):
     The base evaluates in every round, and weights clients in the mean as it does without this
     wrapper. All other attributes of the base (``guarantees()``, ``stopped``, …) are available here.
 
-    Even rounds do not change the state of the base's server optimiser. If you write a base
+    Even rounds do not change the state of the base's server optimizer. If you write a base
     strategy, let it begin each round from the ``arrays`` that `configure_train` receives. A copy
     of the model that it keeps from an earlier round would lack the extrapolation. (FedAvgM keeps
     such a copy; this class replaces it.)

@@ -98,12 +98,12 @@ def _check_files(run: RunDirectory, *outputs: Path) -> None:
     for file in outputs:
         if file.exists():
             raise InvalidValue(f"output={file}: this file exists; name a new one")
-    status = run.status
-    has_ended = status in ("completed", "budget-exhausted")
+    has_ended = run.status in ("completed", "budget-exhausted")
     if not has_ended or not (run.path / "model.safetensors").is_file():
+        fault = "it lacks model.safetensors" if has_ended else f"its status is {run.status!r}"
         raise InvalidValue(
-            f"run={run.path}: expected a run that has ended and saved model.safetensors, but its "
-            f"status is {status!r}; continue it with flower-ext run APP --resume {run.path}"
+            f"run={run.path}: expected a run that has ended and saved its model, but {fault}; "
+            f"continue it with flower-ext run APP --resume {run.path}"
         )
 
 

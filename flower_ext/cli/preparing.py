@@ -96,7 +96,7 @@ def prepare(options: RunOptions) -> PreparedRun:
     if options.superlink is None:
         _check_plugins(options.app)
     if options.resume is not None:
-        changes = {**begun_with(options.resume, options.app, defaults), **changes}
+        changes = {**first_settings(options.resume, options.app, defaults), **changes}
     setting = clients_setting({**defaults, **changes})
     if setting is not None and options.clients is not None:
         changes[setting] = options.clients
@@ -164,7 +164,7 @@ def clients_per_node(config: Mapping[str, Any]) -> int:
     return next(clients // count for count in nodes if clients % count == 0)
 
 
-def begun_with(run: Path, app: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def first_settings(run: Path, app: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings under which a resumed run began."""
     if "resume" not in defaults:
         raise InvalidValue(

@@ -51,7 +51,7 @@ class Command(TyperCommand):
         except InvalidValue as error:
             raise typer.BadParameter(str(error), ctx) from error
         except (FlowerExtError, OSError) as error:
-            if isinstance(error, OSError) and error.filename is None:
+            if not isinstance(error, FlowerExtError) and error.filename is None:
                 raise
             reason = f"[bold red]Failed:[/] {escape(str(error))}"
             _errors.print(reason, soft_wrap=True, highlight=False)

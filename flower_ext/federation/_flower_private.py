@@ -20,9 +20,8 @@ SERVER_NODE_ID = 1
 FIRST_CLIENT_ID = 1_000
 """First node id that an engine of this package gives to a client, above the server's id."""
 
-_FIRST_PAUSE, _LONGEST_PAUSE, _PART = 0.05, 1.0, 0.1
-"""The pause between two polls for replies is the share `_PART` of the waiting time so far, but at
-least `_FIRST_PAUSE` and at most `_LONGEST_PAUSE` seconds."""
+_FIRST_PAUSE, _LONGEST_PAUSE, _PAUSE_SHARE = 0.05, 1.0, 0.1
+"""Pause between two polls: a tenth of the time waited so far, within 0.05 s and 1 s."""
 
 R = TypeVar("R", ArrayRecord, MetricRecord, RecordDict)
 _EMPTY: Mapping[type, Any] = {kind: kind() for kind in (ArrayRecord, MetricRecord, RecordDict)}
@@ -85,7 +84,7 @@ def _as_they_come(grid: Grid, waiting: set[str], timeout: float | None) -> Itera
         if timeout is not None and passed >= timeout:
             return
         if waiting:
-            sleep(min(max(_FIRST_PAUSE, _PART * passed), _LONGEST_PAUSE))
+            sleep(min(max(_FIRST_PAUSE, _PAUSE_SHARE * passed), _LONGEST_PAUSE))
 
 
 def reply_to(message: Message, content: RecordDict) -> Message:

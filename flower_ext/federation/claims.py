@@ -7,13 +7,13 @@ from dataclasses import replace
 from flower_ext.federation.method_state import State
 from flower_ext.federation.run import Run
 from flower_ext.privacy import BudgetExhausted, Guarantee, epsilon_text
+from flower_ext.privacy.account_entries import WITHOUT_NOISE
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.guarantee import claim_against
 from flower_ext.privacy.mechanisms.noised_sum import QuerySum
 from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.shared_ledger import Charge, note_claims, note_disclosure
 from flower_ext.privacy.shared_ledger import charge as charge_account
-from flower_ext.privacy.study_composition import WITHOUT_NOISE
 from flower_ext.privacy.units import AdversaryView
 
 
@@ -137,6 +137,7 @@ def charge(
         training=number,
         repeatable=run.repeats,
         unit=claim.unit,
+        population=run.population.sampling.population,
         relation=claim.relation if release is None else release.relation,
         epsilon=epsilon,
         delta=claim.delta if release is None else mechanism.delta,

@@ -98,7 +98,7 @@ def _reply(
     """Return the mod's reply to a message; None if the message passes through."""
     if message.metadata.message_type.partition(".")[0] != "train":
         policy = NodePolicy(context, allow_seeded_noise=False)
-        policy.check_way_out("an answer of this ClientApp", in_sum=False)
+        policy.require_secure_sum("an answer of this ClientApp", in_sum=False)
         return None
     if asks_identity(message):
         return Message(identity(context.node_config), reply_to=message)

@@ -95,7 +95,7 @@ def training(settings: TrainingSettings, **changes: Any) -> LocalTraining:
 
 
 def server(settings: ServerSettings, *, learning_rate: float | None = None) -> dict[str, Any]:
-    """Return the arguments ``server`` (an optimiser) and ``average`` (of models) for a method.
+    """Return the arguments ``server`` (an optimizer) and ``average`` (of models) for a method.
 
     ``learning_rate`` overrides the setting ``server_learning_rate``.
     """

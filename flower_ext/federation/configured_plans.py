@@ -120,7 +120,7 @@ def _common_fields(
     clipping_norm: float | AdaptiveClipping = settings.clipping_norm
     if settings.clipping == "adaptive":
         clipping_norm = AdaptiveClipping(
-            initial=settings.clipping_norm,
+            initial_norm=settings.clipping_norm,
             quantile=settings.clipping_quantile,
             learning_rate=settings.clipping_learning_rate,
         )

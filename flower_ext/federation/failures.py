@@ -33,7 +33,7 @@ MOD_REFUSED = 6
 REASON_SENT = 100
 """Error code of a reply whose text does not depend on the client's data."""
 REASON_WITHHELD = "the client failed; the reason is in its own log"
-_shown: WeakKeyDictionary[Any, set[tuple[str, int]]] = WeakKeyDictionary()
+_logged_places: WeakKeyDictionary[Any, set[tuple[str, int]]] = WeakKeyDictionary()
 """For each app or mod, the lines of code whose tracebacks are logged already."""
 hidden_errors: Counter[tuple[str, int]] = Counter()
 """Number of errors that this process has hidden, by the line of code that raised them."""
@@ -43,7 +43,7 @@ def failed(app: ClientApp | Mod, message: Message, context: Context, error: Exce
     """Return the error reply of a client's app or mod, and log the error on the client."""
     is_told = is_tellable(error)
     partition = context.node_config.get("partition-id", context.node_id)
-    where, shown = raised_at(error), _shown.setdefault(app, set())
+    where, shown = raised_at(error), _logged_places.setdefault(app, set())
     if where in shown:  # log one traceback per line of code, not one per client and round
         log.debug("client %s failed like an earlier client", partition, exc_info=error)
     elif is_told:
@@ -58,17 +58,17 @@ def failed(app: ClientApp | Mod, message: Message, context: Context, error: Exce
 
 
 @contextmanager
-def hidden(permitted: bool) -> Iterator[None]:
+def hide_errors(if_allowed: bool) -> Iterator[None]:
     """If the block raises an error, log it on the client and continue after the block.
 
     If the block ends with ``return``, code after the block runs only if an error was hidden.
-    ``permitted`` is True if the client's protection hides errors. If it is False, raise the error
+    ``if_allowed`` is True if the client's protection hides errors. If it is False, raise the error
     nevertheless. Raise a `tellable` error in any case, because it depends on no data.
     """
     try:
         yield
     except Exception as error:
-        if not permitted or is_tellable(error):
+        if not if_allowed or is_tellable(error):
             raise
         log_hidden(error)
 

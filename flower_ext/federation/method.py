@@ -21,7 +21,7 @@ from flower_ext.federation.client.app import client_app
 from flower_ext.federation.client.client_method import ClientMethod
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.method_state import State, groups_under, prefixed
-from flower_ext.federation.population import Cohort, Population
+from flower_ext.federation.population import Cohort, Population, UsersInSilos
 from flower_ext.federation.records import Arrays, Update
 from flower_ext.federation.server_optimizers import MEAN, ModelAverage, ServerOptimizer
 from flower_ext.federation.sums.summation import Summation
@@ -31,9 +31,9 @@ from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.training import LocalTraining, Task
 
-_OPTIMIZER, _AVERAGE = "optimizer.", "average."
-"""Prefixes of the groups of a state that the server's optimiser and the average of models use."""
-_OPTIMISER = Rule("an optimiser such as Sgd or Adam", lambda x: isinstance(x, ServerOptimizer))
+_OPTIMIZER_GROUP, _AVERAGE = "optimizer.", "average."
+"""Prefixes of the groups of a state that the server's optimizer and the average of models use."""
+_IS_OPTIMIZER = Rule("an optimizer such as Sgd or Adam", lambda x: isinstance(x, ServerOptimizer))
 _AVERAGES = Rule(
     "ExponentialAverage, TailAverage or None", lambda x: isinstance(x, ModelAverage | None)
 )
@@ -152,7 +152,7 @@ class Method(Checked):
     refuses a plan under which clients do not send them (``tells_sizes = False``)."""
 
     personal: Sequence[str] = ()
-    server: Annotated[ServerOptimizer, _OPTIMISER] = MEAN
+    server: Annotated[ServerOptimizer, _IS_OPTIMIZER] = MEAN
     average: Annotated[ModelAverage | None, _AVERAGES] = None
 
     def __post_init__(self) -> None:
@@ -222,6 +222,8 @@ class Method(Checked):
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
         """Return the `Population`, which has the clients to ask and the privacy units to count."""
+        if (silos := self.traits.num_silos) is not None:
+            return UsersInSilos(plan.sampling, silos)
         return Population(summation.mechanism.sampling)
 
     @property
@@ -233,8 +235,9 @@ class Method(Checked):
             weighs_updates=self.weighs_updates,
             needs_each_update=self.needs_each_update,
             keeps_memory=self.client.keeps_memory,
-            memoryless=self.client.memoryless,
+            updates_ignore_memory=self.client.updates_ignore_memory,
             upload_phase=self.client.upload_phase,
+            num_silos=getattr(self, "num_silos", None),  # a field if the units are users in silos
         )
 
     @property
@@ -251,7 +254,7 @@ class Method(Checked):
         """Refuse a shared model that the method cannot train; by default, accept every model."""
 
     def init(self, model: Arrays, population: int) -> State:
-        """Return the server's state before the first round; by default the optimiser's moments.
+        """Return the server's state before the first round; by default the optimizer's moments.
 
         Parameters
         ----------
@@ -260,7 +263,7 @@ class Method(Checked):
         population : int
             Number of clients (or of users) from which cohorts are drawn.
         """
-        return State(server=prefixed(_OPTIMIZER, self.server.init(model)))
+        return State(server=prefixed(_OPTIMIZER_GROUP, self.server.init(model)))
 
     def connect(self, connected: Connected, state: State) -> State:
         """Ask the connected clients what the run must know; return the state with their answers.
@@ -288,10 +291,10 @@ class Method(Checked):
         """
 
     def step(self, model: Arrays, released: Released, state: State) -> tuple[Arrays, State]:
-        """Return the next model and state; by default, the optimiser moves the model."""
-        moments = groups_under(_OPTIMIZER, state.server)
+        """Return the next model and state; by default, the optimizer moves the model."""
+        moments = groups_under(_OPTIMIZER_GROUP, state.server)
         moved, kept = self.server.step(model, released.mean, moments)
-        return moved, state.updated(server=prefixed(_OPTIMIZER, kept))
+        return moved, state.updated(server=prefixed(_OPTIMIZER_GROUP, kept))
 
     def mean_noise(self, mechanism: RoundMechanism) -> float:
         """Return the stddev of the noise in each coordinate of the mean that moves the model."""
@@ -346,7 +349,7 @@ class Method(Checked):
 
 
 def require_usual_server(method: Method, because: str) -> None:
-    """Refuse an optimiser ``server`` other than `MEAN`, because the method's step ignores it.
+    """Refuse an optimizer ``server`` other than `MEAN`, because the method's step ignores it.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Optimisers by which the server moves the shared model, and averages of the models of a run.
+"""Optimizers by which the server moves the shared model, and averages of the models of a run.
 
 Sources: Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar, McMahan, "Adaptive Federated
 Optimization" (ICLR 2021), Algorithm 2; Hsu, Qi, Brown, "Measuring the Effects of Non-Identical Data
@@ -14,7 +14,7 @@ m_t, v_t              ``moments["mean"]``, ``moments["square"]``
 β₁, β₂, τ             ``beta1``, ``beta2``, ``tau``
 ====================  =====================================================
 
-Optimisers and averages use only what the round has already released, so they spend no privacy.
+Optimizers and averages use only what the round has already released, so they spend no privacy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation.records import Arrays
 
 Moments = Mapping[str, Arrays]
-"""Groups of arrays that an optimiser or an average keeps between two rounds, by name."""
+"""Groups of arrays that an optimizer or an average keeps between two rounds, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from typing import Any
 from flower_ext.checks import AboveZero, Checked, FractionBelowOne, require_delta
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.files import InUse, sync_to_disk
+from flower_ext.privacy.account_entries import COMMIT, DISCARD, REPEAT, RESERVE
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.guarantee import epsilon_text
@@ -66,7 +67,7 @@ class LedgerFile:
 
     def __init__(self, path: Path, *, wait: bool) -> None:
         self.path = Path(path)
-        self._unusable: str | None = None
+        self._is_closed = self._has_failed = False
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -98,7 +99,7 @@ class LedgerFile:
                 line = line[os.write(self._file, line) :]
             os.fsync(self._file)
         except OSError as error:
-            self._unusable = "could not be written"
+            self._has_failed = True
             raise OSError(
                 error.errno,
                 f"{error.strerror or error}: the ledger cannot be written, so the run releases "
@@ -109,14 +110,15 @@ class LedgerFile:
 
     def close(self) -> None:
         """Release the lock; afterwards nothing can be written."""
-        if self._unusable == "was closed":
+        if self._is_closed:
             self._check_usable()
-        self._unusable = "was closed"
+        self._is_closed = True
         os.close(self._file)
 
     def _check_usable(self) -> None:
-        if self._unusable is not None:
-            raise RuntimeError(f"{self.path} {self._unusable}; open it again")
+        if self._is_closed or self._has_failed:
+            reason = "was closed" if self._is_closed else "could not be written"
+            raise RuntimeError(f"{self.path} {reason}; open it again")
 
 
 class Reservation:
@@ -164,7 +166,7 @@ class Ledger(LedgerFile):
         earlier = [
             (entry["round"], entry.get("identity"), Release.from_dict(entry["release"]))
             for entry in self.entries
-            if entry["kind"] == "reserve"
+            if entry["kind"] == RESERVE
         ]
         self._reserved = [release for *_, release in earlier]
         self._repeatable = {one for one in earlier if one[1] is not None}
@@ -196,7 +198,7 @@ class Ledger(LedgerFile):
         self._check_usable()
         entry = {"round": server_round, **({} if identity is None else {"identity": identity})}
         if (again := (server_round, identity, release)) in self._repeatable:
-            self.append("repeat", entry)
+            self.append(REPEAT, entry)
             self._repeatable.remove(again)
         else:
             # Refuse before writing: a written line counts as spent, even if nothing was released.
@@ -211,7 +213,7 @@ class Ledger(LedgerFile):
                         f"{self.releases} releases are on the ledger; end the run, or raise the "
                         "budget"
                     )
-            self.append("reserve", {**entry, "release": release.to_dict()})
+            self.append(RESERVE, {**entry, "release": release.to_dict()})
             self._reserved.append(release)
         reservation = Reservation()
         try:
@@ -222,9 +224,9 @@ class Ledger(LedgerFile):
         finally:
             closed = {"round": server_round, "notes": reservation.notes}
             if reservation.discarded is None:
-                self.append("commit", closed)
+                self.append(COMMIT, closed)
             else:
-                self.append("discard", {**closed, "reason": reservation.discarded})
+                self.append(DISCARD, {**closed, "reason": reservation.discarded})
 
     @property
     def releases(self) -> int:

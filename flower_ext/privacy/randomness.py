@@ -5,10 +5,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flower_ext.checks import require_count
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers import CipherContext
 
 
 def secure_generator() -> np.random.Generator:
@@ -44,6 +48,15 @@ def keyed_generator(key: bytes, *path: str | int) -> np.random.Generator:
 
     digest = hmac.digest(key, repr(path).encode(), "sha256")
     return np.random.Generator(ChaCha(key=int.from_bytes(digest), rounds=20))
+
+
+def keystream(key: bytes) -> CipherContext:
+    """Return a cipher that turns zeros into the ChaCha20 stream of a key. Use each key once."""
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+
+    # A counter and nonce of zero are safe, because the key is used once.
+    return Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
 
 
 def derived_seed(seed: int, *path: str | int) -> int:

@@ -1,4 +1,4 @@
-"""Traits of a method, terms of its sums and the summary of a run, from which guarantees follow."""
+"""Inputs of a guarantee: a method's traits, the assumptions about its sums, and the run so far."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MethodTraits:
     """True if the server needs every single update, not only the noised sum of all updates."""
     keeps_memory: bool = False
     """True if clients keep values between rounds."""
-    memoryless: bool = True
+    updates_ignore_memory: bool = True
     """True if updates do not depend on anything that a client keeps between rounds."""
     upload_phase: str | None = None
     """Name of the phase of local training that alone determines the upload; None if none does."""

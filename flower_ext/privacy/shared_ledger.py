@@ -17,10 +17,11 @@ from typing import Any
 
 from flower_ext.errors import InvalidValue
 from flower_ext.json_record import NOT_WRITTEN, JsonRecord
+from flower_ext.privacy.account_entries import CHARGE, CLAIMS, DISCLOSURE, REPEAT
 from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.guarantee import Guarantee, epsilon_text
 from flower_ext.privacy.ledger import Budget, BudgetExhausted, Ledger, LedgerFile
-from flower_ext.privacy.study_composition import CHARGE, CLAIMS, DISCLOSURE, REPEAT, total_spent
+from flower_ext.privacy.study_composition import total_spent
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 
 
@@ -46,6 +47,8 @@ class Charge(JsonRecord):
     repeatable: bool = False
     """True if a repeated round has the same result, bit for bit, and so reveals nothing new."""
     unit: PrivacyUnit
+    population: int
+    """Number of the run's users, or of its clients if the unit is a client or a record."""
     relation: NeighboringRelation
     epsilon: float
     """ε against an adversary that sees the released models."""

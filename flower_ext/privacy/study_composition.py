@@ -16,17 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from flower_ext.privacy.account_entries import CHARGE, CLAIMS, DISCLOSURE, WITHOUT_NOISE, label_of
 from flower_ext.privacy.accounting.accountant import joint_loss
 from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
-CHARGE, REPEAT, DISCLOSURE, CLAIMS = "charge", "repeat", "uncovered", "claims"
-"""Kinds of an account's entries: a round's spend, a repeated round, a disclosure that no ε covers,
-and a run's guarantees."""
-WITHOUT_NOISE = "training without noise"
-"""Description in the entry of a run that promises nothing against any adversary."""
 FIXED_PLANS = "the plan of every run was fixed before the first run"
 _MODELS = AdversaryView.RELEASED_MODELS
 
@@ -64,41 +60,52 @@ def study_guarantees(
     then names the runs that it covers. ``study`` names the account.
     """
     runs = runs_of(entries)
-    unnoised_runs = sorted(
-        {label_of(entry) for entry in entries if entry.get("what") == WITHOUT_NOISE}
-    )
-    disclosures = [
-        f"{entry['what']} ({label_of(entry)})" for entry in entries if entry["kind"] == DISCLOSURE
-    ]
     views = {view for run in runs for view in run.views}
     guarantees = []
     for view in (view for view in AdversaryView if view in views):
-        parts = [(run, run.against(view)) for run in runs]
-        relations = list(dict.fromkeys(part.relation for _, part in parts if part.relation))
+        parts = [run.against(view) for run in runs]
+        relations = list(dict.fromkeys(part.relation for part in parts if part.relation))
         relations = relations or [NeighboringRelation(runs[0].charges[0]["relation"])]
         for relation in relations:
             # A run without a guarantee is part of the total under every relation.
-            members = [(run, part) for run, part in parts if part.relation in (relation, None)]
-            known = [run for run, _ in members]
-            loss = _joint([part for _, part in members], delta)
-            nothing = unnoised_runs + [run.label for run, part in members if part.is_unbounded]
-            if nothing:
-                loss = PrivacyLoss(epsilon=math.inf, delta=delta, accountant="none")
+            members = [part for part in parts if part.relation in (relation, None)]
             source = f"{study}, all runs together"
             if len(relations) > 1:
-                labels = ", ".join(run.label for run in known)
+                labels = ", ".join(part.run.label for part in members)
                 source = f"{study}, the runs under {relation.value}: {labels}"
-            if nothing:
-                source += f"; against this adversary nothing is promised by {', '.join(nothing)}"
-            claims = Claims(
-                unit=runs[0].unit,
-                relation=relation,
-                delta=delta,
-                assumptions=(FIXED_PLANS, *_shared_texts(known, view, "assumptions")),
-                not_covered=(*disclosures, *_shared_texts(known, view, "not_covered")),
-            )
-            guarantees.append(claims.provable(view, loss, source))
+            guarantees.append(_joint_guarantee(entries, members, relation, delta, source))
     return guarantees
+
+
+def _joint_guarantee(
+    entries: Sequence[dict[str, Any]],
+    members: Sequence[_Part],
+    relation: NeighboringRelation,
+    delta: float,
+    source: str,
+) -> Guarantee:
+    """Return the guarantee of several runs together, whose parts for one view are ``members``.
+
+    Nothing is promised if a part is unbounded, or if any run in the account trained without noise.
+    """
+    unbounded_labels = sorted(
+        {label_of(entry) for entry in entries if entry.get("what") == WITHOUT_NOISE}
+    )
+    unbounded_labels += [part.run.label for part in members if part.is_unbounded]
+    loss = PrivacyLoss.unbounded(delta) if unbounded_labels else _joint(members, delta)
+    if unbounded_labels:
+        source += f"; against this adversary nothing is promised by {', '.join(unbounded_labels)}"
+    disclosures = (
+        f"{entry['what']} ({label_of(entry)})" for entry in entries if entry["kind"] == DISCLOSURE
+    )
+    claims = Claims(
+        unit=members[0].run.unit,
+        relation=relation,
+        delta=delta,
+        assumptions=(FIXED_PLANS, *_shared_texts(members, "assumptions")),
+        not_covered=(*disclosures, *_shared_texts(members, "not_covered")),
+    )
+    return claims.provable(members[0].view, loss, source)
 
 
 def spent_by_run(entries: Sequence[dict[str, Any]]) -> list[RunSpend]:
@@ -113,7 +120,9 @@ def spent_by_run(entries: Sequence[dict[str, Any]]) -> list[RunSpend]:
             # queries together. Only the `RunSpend` of the training has this ε.
             newest, views = charges[-1], set[AdversaryView]() if query else run.views
             part = replace(run, by_query={query: charges}).against(_MODELS)
-            delta = newest["delta"] if part.releases else sum(s.delta for s in part.spends)
+            delta = newest["delta"]
+            if part.spends and not part.releases:  # the δ's of rounds with unknown releases add up
+                delta = sum(spend.delta for spend in part.spends)
             epsilons = {
                 view: _joint([run.against(view)], newest["delta"]).epsilon
                 for view in AdversaryView
@@ -140,7 +149,9 @@ def spent_by_run(entries: Sequence[dict[str, Any]]) -> list[RunSpend]:
 class _Part:
     """One run's contribution to the total privacy loss, for one adversary's view."""
 
-    relation: NeighboringRelation | None
+    run: RunCharges
+    view: AdversaryView
+    relation: NeighboringRelation | None = None
     releases: Counter[Release] = field(default_factory=Counter)
     spends: list[PrivacyLoss] = field(default_factory=list)
     """(ε, δ) of rounds whose releases are not known."""
@@ -214,14 +225,15 @@ class RunCharges:
 
         It has the releases that count for this view, or (ε, δ) of rounds with unknown releases.
         """
+        part = _Part(run=self, view=view)
         if view is _MODELS and self.charges[0]["release"] is not None:
-            made = Counter(Release.from_dict(charge["release"]) for charge in self.charges)
-            return _Part(relation=NeighboringRelation(self.charges[0]["relation"]), releases=made)
-        part = _Part(relation=None)
+            part.relation = NeighboringRelation(self.charges[0]["relation"])
+            part.releases.update(Release.from_dict(charge["release"]) for charge in self.charges)
+            return part
         for stretch in self.stretches:
             claim = next((stretch[other] for other in view.at_least if other in stretch), None)
             if claim is None or claim["epsilon"] is None:
-                return _Part(relation=None, is_unbounded=True)
+                return _Part(run=self, view=view, is_unbounded=True)
             part.relation = NeighboringRelation(claim["relation"])
             if claim["releases"] is None:
                 loss = PrivacyLoss(
@@ -255,26 +267,21 @@ def runs_of(entries: Sequence[dict[str, Any]]) -> list[RunCharges]:
 
 def _joint(parts: Sequence[_Part], delta: float) -> PrivacyLoss:
     if any(part.is_unbounded for part in parts):
-        return PrivacyLoss(epsilon=math.inf, delta=delta, accountant="none")
+        return PrivacyLoss.unbounded(delta)
     releases = sum((part.releases for part in parts), Counter[Release]())
     return joint_loss(releases, [spend for part in parts for spend in part.spends], delta=delta)
 
 
-def _shared_texts(runs: Sequence[RunCharges], view: AdversaryView, name: str) -> list[str]:
-    """Return each text in the field ``name`` of the runs' guarantees against a view.
+def _shared_texts(members: Sequence[_Part], name: str) -> list[str]:
+    """Return each text in the field ``name`` of the runs' guarantees against the parts' view.
 
     If only some runs have a text, the names of these runs follow the text.
     """
     by_text: dict[str, list[str]] = {}
-    for run in runs:
-        for text in run.texts(view, name):
-            by_text.setdefault(text, []).append(run.label)
+    for part in members:
+        for text in part.run.texts(part.view, name):
+            by_text.setdefault(text, []).append(part.run.label)
     return [
-        text if len(labels) == len(runs) else f"{text} (of {', '.join(labels)})"
+        text if len(labels) == len(members) else f"{text} (of {', '.join(labels)})"
         for text, labels in by_text.items()
     ]
-
-
-def label_of(entry: dict[str, Any]) -> str:
-    """Return the name of an entry's run directory, or the beginning of the run's id."""
-    return entry["name"] or str(entry["run"])[:8]

@@ -16,11 +16,9 @@ from typing import Any
 
 from flower_ext.checks import is_integer
 from flower_ext.errors import InvalidValue
+from flower_ext.privacy.account_entries import CHARGE, FORGOTTEN, WITHDRAWN
 from flower_ext.privacy.ledger import LedgerFile
-from flower_ext.privacy.study_composition import CHARGE
 from flower_ext.privacy.units import PrivacyUnit
-
-WITHDRAWN, FORGOTTEN = "withdrawn", "forgotten"
 
 
 def withdraw(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> list[dict[str, Any]]:
@@ -37,21 +35,20 @@ def withdraw(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> list[di
         )
     with closing(LedgerFile(path, wait=True)) as account:
         charges = [entry for entry in account.entries if entry["kind"] == CHARGE]
-        if charges and (charges[0]["unit"] == PrivacyUnit.USER) != (unit is PrivacyUnit.USER):
-            right = "--user" if charges[0]["unit"] == PrivacyUnit.USER else "--client"
+        protects_users = any(charge["unit"] == PrivacyUnit.USER for charge in charges)
+        if charges and protects_users != (unit is PrivacyUnit.USER):
             raise InvalidValue(
                 f"{path} is the account of a study that protects {charges[0]['unit']}s: expected "
-                f"{right} for these numbers"
+                f"{'--user' if protects_users else '--client'} for these numbers"
             )
-        populations = [
-            charge["release"]["sampling"]["population"] for charge in charges if charge["release"]
-        ]
-        for number in sorted(numbers):
-            if not (is_integer(number) and 0 <= number < max(populations, default=math.inf)):
-                most = f" and below {max(populations)}" if populations else ""
+        # Check all numbers before the first is written, because no entry can be taken back.
+        population = max((charge["population"] for charge in charges), default=math.inf)
+        for number in numbers:
+            if not (is_integer(number) and 0 <= number < population):
+                most = f" and below {population}" if charges else ""
                 raise InvalidValue(f"{unit.value}={number}: expected an integer >= 0{most}")
-            if number not in withdrawn(account.entries):
-                account.append(WITHDRAWN, {"unit": unit, "number": number})
+        for number in sorted(set(numbers) - withdrawn(account.entries)):
+            account.append(WITHDRAWN, {"unit": unit, "number": int(number)})
         return account.entries
 
 

@@ -28,14 +28,14 @@ from flower_ext.privacy import (
     epsilon_text,
     privacy_loss_of,
 )
+from flower_ext.privacy.account_entries import CHARGE, COMMIT, DISCARD, REPEAT, RESERVE
 from flower_ext.privacy.study_composition import (
-    CHARGE,
     RunSpend,
     spent_by_run,
     study_guarantees,
     total_spent,
 )
-from flower_ext.privacy.theorems.claims import NOT_PROVIDED
+from flower_ext.privacy.theorems.assumptions import NOT_PROVIDED
 from flower_ext.runs.directory import Rounds, RunDirectory
 from flower_ext.runs.figures import draw_figures, in_words, qualities
 from flower_ext.runs.page import Markup, to_markdown, write_page
@@ -116,7 +116,7 @@ def _privacy_values(run: RunDirectory, rounds: Rounds) -> dict[str, Any]:
     entries = run.ledger()
     with_epsilon = (row for row in rounds if any(n.startswith("epsilon_") for n in row))
     num_trained = sum(row.get("messages", 0) > 0 for row in rounds)
-    reserved = sum(entry["kind"] == "reserve" for entry in entries)
+    reserved = sum(entry["kind"] == RESERVE for entry in entries)
     return {
         "num_training_rounds": num_trained,
         "guarantees": guarantees,
@@ -164,7 +164,7 @@ def _spent_beyond(entries: list[dict[str, Any]], guarantees: list[Guarantee]) ->
     The guarantee is the provable one against an adversary who sees released models.
     """
     releases = Counter(
-        Release.from_dict(entry["release"]) for entry in entries if entry["kind"] == "reserve"
+        Release.from_dict(entry["release"]) for entry in entries if entry["kind"] == RESERVE
     )
     for guarantee in guarantees:
         against_models = guarantee.view is AdversaryView.RELEASED_MODELS
@@ -183,11 +183,11 @@ def _ledger_counts(entries: list[dict[str, Any]]) -> tuple[int, ...]:
     """
     kinds = [entry["kind"] for entry in entries]
     left_open = sum(
-        kind in ("reserve", "repeat") and following in ("reserve", "nothing")
+        kind in (RESERVE, REPEAT) and following in (RESERVE, "nothing")
         for kind, following in pairwise([*kinds, "nothing"])
     )
     topped_up = sum(entry.get("notes", {}).get("topped_up_stddev", 0) > 0 for entry in entries)
-    counts = (kinds.count(kind) for kind in ("reserve", "commit", "discard"))
+    counts = (kinds.count(kind) for kind in (RESERVE, COMMIT, DISCARD))
     return (*counts, left_open, topped_up)
 
 
@@ -208,7 +208,7 @@ def _account_values(
     By default, ``epsilon`` and ``delta`` are the budget in the last charge to the account.
     """
     entries = Ledger.read(path)
-    if any(entry["kind"] == "reserve" for entry in entries):
+    if any(entry["kind"] == RESERVE for entry in entries):
         raise InvalidValue(
             f"path={path} is the ledger of one run: expected an account that runs share; to see "
             "one run, use flower-ext report"

@@ -220,7 +220,7 @@ class TrainingSettings(Settings):
         "SGD, AdamW, or another optimizer of torch.optim that steps by a gradient", default="SGD"
     )
     weight_decay: NotNegative = setting(
-        "weight decay of an optimizer other than SGD; 0: torch's default", default=0.0
+        "weight decay of an optimizer other than SGD and Rprop; 0: none", default=0.0
     )
     weighting: Literal["clients", "examples"] = setting(
         "weights in the mean: clients (all equal), or examples (only without privacy)",

@@ -21,7 +21,8 @@ import gmpy2
 from gmpy2 import mpz
 
 from flower_ext.errors import InvalidValue, ProtocolError
-from flower_ext.secure.labels import agreed, decrypt, derive, encrypt, keystream, public_of
+from flower_ext.privacy.randomness import keystream
+from flower_ext.secure.keys_and_ciphers import agreed, decrypt, derive, encrypt, public_of
 
 _SURPLUS_BITS = 128
 

@@ -4,10 +4,16 @@
 module                contents
 ====================  =====================================================================
 `task`                the model, the loss, the metrics and each partition's data
-`job`                 one local training: its settings, examples, mini-batches and noise
+`losses`              a loss and a metric for tasks
+`kind`                a task's model, loss and shapes, without data: the key of stored results
 `models`              models of this package; functions that build, call and check any model
+`params`              parameters as dictionaries of tensors
+`index_limits`        the integers, such as labels and words, that a task accepts
+`job`                 one local training: its settings, examples, mini-batches and noise
 `problem`             one client's objective, as a function of the trained parameters
 `local`               `train`: sets up a job's problem, takes the steps, returns the model
+`scoring`             the loss and the metrics of a model on a client's examples
+`single_examples`     the loss and the gradient of each example
 `dp`                  steps of DP-SGD, which clip each example's gradient
 `batched`             trains many jobs together; only rounding may differ from `local`
 `side_by_side`        runs many clients' methods, and groups the trainings that they yield
@@ -25,8 +31,9 @@ from flower_ext.training.batched.many import (
 )
 from flower_ext.training.dp.dp_sgd import ClippedGradient, DpSgdTraining, train_dp_sgd
 from flower_ext.training.isolation import products_are_reproducible
-from flower_ext.training.job import Job, LocalTraining, StepNoise, job_batches
-from flower_ext.training.local import NotConverged, newton, sgd_step, train
+from flower_ext.training.job import Job, LocalTraining, StepNoise
+from flower_ext.training.local import NotConverged, job_batches, newton, sgd_step, train
+from flower_ext.training.losses import accuracy, cox_loss
 from flower_ext.training.models.features import Features
 from flower_ext.training.models.validation import (
     UnshareableModel,
@@ -43,7 +50,7 @@ from flower_ext.training.problem import (
     local_problem,
 )
 from flower_ext.training.scoring import evaluate, evaluate_client
-from flower_ext.training.task import Task, accuracy, cox_loss
+from flower_ext.training.task import Task
 
 __all__ = [
     "MEMORY_LIMIT",

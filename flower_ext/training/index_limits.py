@@ -27,8 +27,9 @@ from torch import Tensor
 from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.training.isolation import attempted, seeded
+from flower_ext.training.kind import TrainingKind, kind_of
 from flower_ext.training.models.calls import call_model
-from flower_ext.training.task import Task, TrainingKind, kind_of
+from flower_ext.training.task import Task
 
 log = getLogger("flwr")
 

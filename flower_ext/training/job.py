@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
+from inspect import signature
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flower_ext.checks import (
     Checked,
@@ -21,16 +19,10 @@ from flower_ext.checks import (
     NotNegative,
     Positive,
 )
-from flower_ext.data import Examples, trees
-from flower_ext.data.trees import Tree
+from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import NoiseSource
-from flower_ext.training.index_limits import on_device
-from flower_ext.training.isolation import attempted
-from flower_ext.training.models.calls import call_model
-from flower_ext.training.models.factory import in_training
 from flower_ext.training.problem import Proximal, Term
-from flower_ext.training.task import Task, TrainingKind, kind_of
 
 SGD = "SGD"
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -38,10 +30,12 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     for name, optimizer in vars(torch.optim).items()
     if isinstance(optimizer, type)
     and issubclass(optimizer, torch.optim.Optimizer)
-    # Steps of these optimisers need more than a gradient, or another kind of gradient.
+    # Steps of these optimizers need more than a gradient, or another kind of gradient.
     and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
 }
-"""Optimisers of `torch.optim` whose steps need only a dense gradient, by name."""
+"""Optimizers of `torch.optim` whose steps need only a dense gradient, by name."""
+DECAYING = {n for n, o in OPTIMIZERS.items() if "weight_decay" in signature(o).parameters} - {SGD}
+"""Names of the optimizers for which `LocalTraining` takes a weight decay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +60,9 @@ class LocalTraining(Checked):
     optimizer : str
         ``"SGD"``, or the name of another class of `torch.optim` that steps by a gradient, such as
         ``"AdamW"``. It starts afresh in every local training, with torch's defaults. Methods
-        whose theorem or control variate assumes steps of SGD refuse other optimisers.
+        whose theorem or control variate assumes steps of SGD refuse other optimizers.
     weight_decay : float
-        Weight decay of an optimiser other than SGD; 0 takes torch's default, 0.01 for AdamW.
+        Weight decay of an optimizer other than SGD and Rprop; 0 is none, unlike torch's AdamW.
     tolerance : float
         If above 0, training finds the exact minimiser: a point where the norm of the gradient
         is at most this number (see `newton`). ``sam_radius`` and ``optimizer`` must then keep their
@@ -98,8 +92,8 @@ class LocalTraining(Checked):
         if self.optimizer not in OPTIMIZERS:
             known = ", ".join(sorted(OPTIMIZERS))
             raise InvalidValue(f"optimizer={self.optimizer!r}: expected one of {known}")
-        plain = self.optimizer == SGD
-        for name in ("weight_decay",) if plain else ("momentum", "tolerance"):
+        unused = () if self.optimizer == SGD else ("momentum", "tolerance")
+        for name in unused if self.optimizer in DECAYING else (*unused, "weight_decay"):
             if value := getattr(self, name):
                 raise InvalidValue(
                     f"{name}={value!r}: expected 0 with optimizer={self.optimizer!r}"
@@ -189,44 +183,6 @@ class Job:
         return self.training.num_steps(len(self.examples))
 
 
-def fewest_rows(task: Task, examples: Examples, batch_size: int) -> int:
-    """Return the least number of rows that a mini-batch may have.
-
-    The result is 1. It is 2 if the last mini-batch would have a single row and the model refuses a
-    single row, as batch normalisation does in training. Such a model is refused if ``batch_size``
-    is 1. No value of an example matters.
-    """
-    if batch_size > 1 and len(examples) % batch_size != 1:
-        return 1
-    layer = refusing_layer(kind_of(task, examples.features, examples.targets, {}))
-    if layer is not None and batch_size == 1:
-        raise InvalidValue.tellable(
-            f"batch_size=1: expected at least 2, because {layer} refuses a single row"
-        )
-    return 1 if layer is None else 2
-
-
-@lru_cache(maxsize=64)
-def refusing_layer(training_kind: TrainingKind) -> str | None:
-    """Return the name of the layer that refuses one row but not two; None if no layer does."""
-    features = trees.to(training_kind.features, torch.device("cpu"))
-
-    def error_of(count: int) -> Any:
-        return attempted(call_model, model, trees.zeros(features, count))
-
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        model = in_training(training_kind.model().cpu())
-        if isinstance(error_of(2), Exception) or not isinstance(error := error_of(1), Exception):
-            return None
-    names = {id(module): name for name, module in model.named_modules()}
-    layer = model
-    for frame, _ in traceback.walk_tb(error.__traceback__):  # the last module raised it
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and id(module) in names:
-            layer = module
-    return f"layer {names[id(layer)]!r} ({type(layer).__name__})"
-
-
 def batch_rows(
     count: int, training: LocalTraining, generator: torch.Generator, *, fewest: int = 1
 ) -> Iterator[Tensor]:
@@ -246,16 +202,3 @@ def batch_rows(
             parts[-2:] = both[: len(both) - half], both[-max(half, fewest) :]
         yield from parts[:left]
         left -= len(parts)
-
-
-def job_batches(task: Task, job: Job) -> Iterator[tuple[Tree, Tree]]:
-    """Yield the shuffled mini-batches of a job, as features and targets, on the task's device."""
-    device, size = task.torch_device(), job.training.batch_size
-    # With noise, `ClippedGradient` lets an example with an unusable integer count as zero. Without
-    # noise, `on_device` refuses such an example.
-    data = job.examples.to(device) if job.noise else on_device(task, job.examples)
-    fewest = 1 if job.noise else fewest_rows(task, data, size)
-    for rows in batch_rows(len(data), job.training, job.generator, fewest=fewest):
-        chosen = trees.rows((data.features, data.targets), rows.to(device))
-        # Detach the tensors, so that the model's in-place operations stay out of later gradients.
-        yield trees.mapped(Tensor.detach, chosen)

@@ -5,7 +5,7 @@ The job decides which steps `train` takes:
 ==========================  ==============================================================
 the job has                 its steps
 ==========================  ==============================================================
-usual settings              `sgd_step`: SGD with momentum, SAM, or another optimiser
+usual settings              `sgd_step`: SGD with momentum, SAM, or another optimizer
 ``noise``                   `noised_step`: clips each example's gradient, and adds noise
 a ``tolerance`` above 0     steps of `newton`, up to the exact minimiser
 ==========================  ==============================================================
@@ -18,7 +18,7 @@ With radius q = 0 this is SGD, and a step costs one pass instead of two.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,10 +29,11 @@ from flower_ext.errors import InvalidValue
 from flower_ext.training.dp.dp_sgd import noised_step
 from flower_ext.training.index_limits import on_device
 from flower_ext.training.isolation import draws_seed, seeded
-from flower_ext.training.job import OPTIMIZERS, SGD, Job, LocalTraining, job_batches
+from flower_ext.training.job import DECAYING, OPTIMIZERS, SGD, Job, LocalTraining, batch_rows
 from flower_ext.training.params import Params, clone
 from flower_ext.training.problem import LocalProblem, gradient, local_problem
 from flower_ext.training.task import Task
+from flower_ext.training.trials.single_rows import fewest_rows
 
 Step = Callable[[Tree, Tree], None]
 """A function of a mini-batch's features and targets that moves weights, in place, by one step."""
@@ -78,8 +79,21 @@ def train(task: Task, job: Job, *, trained: Callable[[str], bool] = lambda name:
     return problem.whole(weights, like=job.params)
 
 
+def job_batches(task: Task, job: Job) -> Iterator[tuple[Tree, Tree]]:
+    """Yield the shuffled mini-batches of a job, as features and targets, on the task's device."""
+    device, size = task.torch_device(), job.training.batch_size
+    # With noise, `ClippedGradient` lets an example with an unusable integer count as zero. Without
+    # noise, `on_device` refuses such an example.
+    data = job.examples.to(device) if job.noise else on_device(task, job.examples)
+    fewest = 1 if job.noise else fewest_rows(task, data, size)
+    for rows in batch_rows(len(data), job.training, job.generator, fewest=fewest):
+        chosen = trees.rows((data.features, data.targets), rows.to(device))
+        # Detach the tensors, so that the model's in-place operations stay out of later gradients.
+        yield trees.mapped(Tensor.detach, chosen)
+
+
 def sgd_step(problem: LocalProblem, weights: Params, training: LocalTraining) -> Step:
-    """Return a function that moves ``weights`` by one step of SGD, SAM or another optimiser.
+    """Return a function that moves ``weights`` by one step of SGD, SAM or another optimizer.
 
     ``training`` holds the learning rate and all other settings of the step.
     """
@@ -87,7 +101,8 @@ def sgd_step(problem: LocalProblem, weights: Params, training: LocalTraining) ->
     velocity = [torch.zeros_like(w) for w in tensors if training.momentum > 0]
     optimizer = None
     if training.optimizer != SGD:
-        decay = {"weight_decay": training.weight_decay} if training.weight_decay else {}
+        # Pass 0 as well, because torch's default for AdamW is 0.01.
+        decay = {"weight_decay": training.weight_decay} if training.optimizer in DECAYING else {}
         optimizer = OPTIMIZERS[training.optimizer](tensors, lr=training.learning_rate, **decay)
 
     def step(x: Tree, y: Tree) -> None:

@@ -24,7 +24,7 @@ log = getLogger("flwr")
 
 _ROWS = 1024
 """Number of examples in a mini-batch."""
-_shown: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+_logged_scores: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 """Names of the failed scores that the log already shows, for each factory of models."""
 
 
@@ -112,7 +112,7 @@ def evaluate_client(
     if len(errors) == len(values):
         raise next(iter(errors.values()))
     for name, failure in errors.items():
-        shown = _shown.setdefault(task.factory, set())
+        shown = _logged_scores.setdefault(task.factory, set())
         level = DEBUG if name in shown else WARNING  # once, and not for each client and round
         log.log(level, "the score %r failed, so it is left out", name, exc_info=failure)
         shown.add(name)

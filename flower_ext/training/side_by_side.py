@@ -37,10 +37,10 @@ def check_whole(params: Mapping[str, torch.Tensor], task: Task) -> None:
 
 
 def check_yielded(model: object) -> None:
-    """Refuse a training task in place of a trained model: the method lacks a ``yield``."""
+    """Refuse a `Training` in place of a trained model: the method lacks a ``yield``."""
     if isinstance(model, Training):
         raise InvalidValue.tellable(
-            "got a training task instead of a trained model: write model = yield work.train(...)"
+            "got a `Training` instead of a trained model: write model = yield work.train(...)"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from inspect import signature
@@ -12,68 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flower_ext.data import ClientData, trees
-from flower_ext.data.trees import Tree
+from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue
 from flower_ext.training.isolation import default_device
+from flower_ext.training.losses import accuracy
 from flower_ext.training.models.factory import ModelFactory, factory_of
-from flower_ext.training.params import Params, Sizes, sizes
-
-
-def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Return the fraction of rows of ``outputs`` (n, classes) whose largest entry is the target.
-
-    Raises
-    ------
-    ValueError
-        Outputs or targets are not a single tensor, or targets are not class numbers.
-    """
-    for name, tree in (("outputs", outputs), ("targets", targets)):
-        if not isinstance(tree, Tensor):
-            raise InvalidValue(
-                f"accuracy with {name} of type {type(tree).__name__}: expected one tensor. Give "
-                "Task(metrics={...}) a metric that reads your type, such as lambda outputs, "
-                "targets: accuracy(outputs.logits, targets)"
-            )
-    if targets.is_floating_point():
-        raise InvalidValue(
-            f"accuracy with targets of type {targets.dtype}: expected class numbers. Give "
-            "Task(metrics={...}) a metric that suits your targets"
-        )
-    return float((outputs.argmax(dim=1) == targets).float().mean())
-
-
-def cox_loss(scores: Tensor, targets: Tensor, present: Tensor | None = None) -> Tensor:
-    """Return the negative log partial likelihood per event, with Breslow's rule for ties.
-
-    At each event, the loss compares the patient's score with the scores of all patients who are
-    still observed. It is therefore no mean over examples, and a mini-batch of one patient has
-    nothing to compare. Without events the loss and its gradient are 0. No control flow depends on
-    the data.
-
-    FLamby divides by the number of patients instead of events. Its gradients, and its steps of SGD,
-    are therefore those of this loss times the share of patients with an event.
-
-    Parameters
-    ----------
-    scores : Tensor
-        Logarithms of the risks (n,) or (n, 1).
-    targets : Tensor
-        (n, 2): time, and 1 for an event or 0 for the end of observation.
-    present : Tensor, optional
-        Booleans (n,). Rows with False are padding and change nothing.
-    """
-    scores = scores.flatten()
-    time, event = targets[:, 0], targets[:, 1].to(scores.dtype)
-    at_risk = time.unsqueeze(0) >= time.unsqueeze(1)
-    if present is not None:
-        at_risk = at_risk & present.unsqueeze(0)
-        event = event * present
-    # Every row, even padding, counts itself as at risk: an empty sum would have no gradient.
-    at_risk = at_risk | torch.eye(len(scores), dtype=torch.bool, device=scores.device)
-    risks = torch.where(at_risk, scores.unsqueeze(0), -torch.inf)
-    losses = torch.logsumexp(risks, dim=1) - scores
-    return (losses * event).sum() / event.sum().clamp(min=1)
+from flower_ext.training.params import Params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,38 +137,3 @@ class Task:
         """The factory that builds the models, and that knows which of their tensors are frozen."""
         assert isinstance(self.model, ModelFactory)
         return self.model
-
-
-@dataclass(frozen=True)
-class TrainingKind:
-    """The facts on which a trial's result depends; a process stores the result under this key.
-
-    ``features`` and ``targets`` are one example of zeros, with the shapes and types of real ones:
-    no result depends on values of the data.
-    """
-
-    model: Callable[[], nn.Module]
-    loss: Callable[..., Tensor]
-    device: torch.device
-    sizes: Sizes
-    row_types: Hashable
-    features: Tree = field(compare=False)
-    targets: Tree = field(compare=False)
-
-    @property
-    def task(self) -> Task:
-        """A task without data."""
-        return Task(model=self.model, data=_no_data, loss=self.loss, device=str(self.device))
-
-
-def kind_of(
-    task: Task, features: Tree, targets: Tree, params: Mapping[str, Tensor]
-) -> TrainingKind:
-    """Return the kind of a training that starts at ``params``, on examples like the given ones."""
-    row_types = trees.row_type(features), trees.row_type(targets)
-    device, parts = task.torch_device(), (trees.zeros(features, 1), trees.zeros(targets, 1))
-    return TrainingKind(task.model, task.loss, device, sizes(params), row_types, *parts)
-
-
-def _no_data(client: int) -> ClientData:
-    raise NotImplementedError

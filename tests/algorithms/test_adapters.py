@@ -19,8 +19,7 @@ from flower_ext.algorithms import (
 from flower_ext.data import Examples, SiloData
 from flower_ext.federation import FederatedStrategy, InProcessGrid
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, ReleasePlan
-from flower_ext.training import DpSgdTraining, LocalTraining, Task
-from flower_ext.training.task import accuracy
+from flower_ext.training import DpSgdTraining, LocalTraining, Task, accuracy
 from tests.support.grids import grid
 from tests.support.strategies import group_strategy, strategy_of
 
@@ -154,7 +153,9 @@ def test_a_method_shares_adapters_and_leaves_the_base_where_it_was(method, train
 
 def test_a_round_averages_the_results_of_hugging_faces_loss_and_torchs_optimizer():
     own, rate = task(), 0.05
-    local = LocalTraining(epochs=2, batch_size=RECORDS, learning_rate=rate, optimizer="AdamW")
+    local = LocalTraining(
+        epochs=2, batch_size=RECORDS, learning_rate=rate, optimizer="AdamW", weight_decay=0.01
+    )
     everyone = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
     end = run(FederatedStrategy(DPFedAvg(local=local), everyone, seed=1), own, rounds=1)
     total: dict[str, torch.Tensor] = {}

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -6,7 +8,13 @@ from torch import nn
 
 from flower_ext.algorithms import FedDyn, Scaffold
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import ClientMemory, FederatedStrategy, InProcessGrid, records
+from flower_ext.federation import (
+    ClientMemory,
+    FederatedStrategy,
+    InProcessGrid,
+    RefusedReply,
+    records,
+)
 from flower_ext.privacy import (
     FixedSizeSampling,
     FullParticipation,
@@ -167,6 +175,35 @@ def test_perturbed_models_leave_the_control_the_mean_of_the_clients(
 def test_training_without_steps_is_refused(local, said):
     with pytest.raises(ValueError, match=said):
         FederatedStrategy(Scaffold(local=local), EVERYONE)
+
+
+@pytest.mark.parametrize("metrics", [{}, {"local-steps": 0.0}])
+def test_an_update_without_steps_is_refused_as_that_of_a_client_without_records(metrics):
+    with pytest.raises(
+        RefusedReply, match="'local-steps' is missing or below 1: the client has no rec"
+    ):
+        Scaffold(local=LOCAL).check_update(records.Update({}, metrics))
+
+
+def test_a_client_without_records_keeps_its_control_variate_and_counts_as_missing():
+    own = linear_task()
+    empty = Examples(features=torch.zeros(0, 2), targets=torch.zeros(0))
+
+    def data(client):
+        full = own.data(client)
+        return replace(full, train=empty) if client == 0 else full
+
+    strategy = scaffold()
+    app = Scaffold.client_app(replace(own, data=data))
+    grid = InProcessGrid(app, num_clients=CLIENTS)
+    strategy.start(grid, ArrayRecord(own.initial_params(0)), num_rounds=2)
+    assert len(strategy.refusals) == 2
+    assert all("num-examples=0.0: expected at least 1" in said for said in strategy.refusals)
+    kept = {int(c.node_config["partition-id"]): c for c in grid.contexts.values()}[0]
+    assert ClientMemory(kept, "scaffold").load()["weight"].tolist() == [[0.0, 0.0]]
+    mean = torch.stack([own_gradient(client) for client in range(1, CLIENTS)]).sum(0) / CLIENTS
+    control = strategy.run.state.everyone["control"]["weight"]
+    torch.testing.assert_close(torch.from_numpy(control), mean)
 
 
 def test_a_plan_that_hides_single_updates_is_refused():

@@ -251,7 +251,12 @@ def test_a_missing_extra_is_named(absent, backbone, said, monkeypatch):
         module("backbones").Backbone(backbone, dataset="digits", image_size=32)
 
 
-def test_a_missing_extra_for_text_is_named(text, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ValueError, match=r"pip install 'flower-ext\[transformers\]'"):
-        task(**text).model()
+def test_only_text_needs_the_plugin(text, folder, tmp_path, monkeypatch):
+    for name in [*sys.modules]:
+        if name.startswith(("private_finetuning_app", "flower_ext_language")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "flower_ext_language", None)
+    pictures = {"tune": "head", "method": "fedavg", "features-folder": str(folder)}
+    assert run(tmp_path / "run", **pictures).status == "completed"
+    with pytest.raises(ValueError, match="dataset='text' needs a plug-in: pip install flower-e"):
+        run(tmp_path / "text", **text)

@@ -16,7 +16,7 @@ from flower_ext.federation import InProcessGrid, records, run_in_process
 from flower_ext.privacy import FullParticipation, PrivacyUnit, ReleasePlan
 from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining
-from flower_ext.training.models.language import IGNORED
+from flower_ext_language.next_token import IGNORED
 from tests.support.apps import PRIVATE_LM
 from tests.support.grids import grid
 from tests.support.pretrained import save_causal
@@ -250,6 +250,7 @@ def test_a_clipping_norm_far_from_an_update_s_is_warned_of(norm, said, base, cap
         "clipping-norm": norm,
         "learning-rate": 0.3,
         "optimizer": "SGD",
+        "weight-decay": 0.0,
     }
     whole = PRIVATE_LM.module("settings").Settings.of(config(base=base, **settings))
     trial = PRIVATE_LM.module("public_trial")

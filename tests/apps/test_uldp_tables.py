@@ -1,12 +1,14 @@
 import csv
 import gzip
 from pathlib import Path
+from traceback import format_exception
 
 import numpy as np
 import pytest
 import torch
 
 from flower_ext.data import DataNotFound
+from flower_ext.errors import InvalidValue
 from tests.support.apps import ULDP_FL
 from tests.support.real_data import REAL
 
@@ -159,11 +161,17 @@ def test_files_of_something_else_are_refused_by_name(tmp_path):
     centre = tmp_path / "heart_disease" / "processed.va.data"
     for line, said in (
         ("1,2,3", r"va\.data: 3 columns, expected 14"),
-        ("1,1,one,1,1,1,1,1,1,1,1,1,1,1", r"va\.data: expected finite numbers: .* at row 0"),
+        (
+            "1,1,one,1,1,1,1,1,1,1,1,1,1,1",
+            r"va\.data: expected a finite number in line 1, column 3$",
+        ),
         ("1,1,9,1,1,1,1,1,1,1,1,1,1,1", "chest pain 1 … 4"),
         ("1,1,1,1,1,1,1,1,1,1,1,1,1,-9", "disease 0 … 4"),
-        ("1,1,1,1,1,1,1,1,1,1,1,1,1,nan", r"va\.data: expected finite numbers: .* at row 0"),
-        ("1,1,1,1,inf,1,1,1,1,1,1,1,1,1", r"va\.data: expected finite numbers: .* at row 0"),
+        (
+            "1,1,1,1,1,1,1,1,1,1,1,1,1,nan",
+            r"va\.data: expected a finite number in line 1, column 14$",
+        ),
+        ("1,1,1,1,inf,1,1,1,1,1,1,1,1,1", "expected a finite number in line 1, column 5$"),
         ("?,1,1,1,1,1,1,1,1,1,1,1,1,1", r"va\.data: expected complete rows"),
     ):
         centre.write_text(line + "\n")
@@ -176,10 +184,36 @@ def test_files_of_something_else_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("4711 people,1,0", "line 4, column 'x'$"),
+        ('0,"4711 at row 8, column 2",0', "line 4, column 'y'$"),
+        ("0,4711x,0", "line 4, column 'y'$"),
+        ("0", "as many columns in line 4 as in the first line$"),
+    ],
+)
+def test_an_error_names_the_place_of_a_value_but_not_the_value(line, said, tmp_path):
+    (tmp_path / "file.csv").write_text(f"x,y,z\n1,2,3\n\n{line}\n5,6,7\n")
+    file = tables._CsvFile.read(tmp_path / "file.csv")
+    with pytest.raises(InvalidValue, match=said) as caught:
+        file.numbers(["x", "y"])
+    assert "4711" not in "".join(format_exception(caught.value))
+
+
+@pytest.mark.parametrize("content", [b"\x1f\x8bQ", "41,1\n".encode("utf-16"), b"\xfe\xff"])
+@pytest.mark.parametrize("name", ["file.csv", "file.csv.gz"])
+def test_an_error_about_a_damaged_file_quotes_no_byte(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InvalidValue, match=rf"{name} is damaged \(\w+\); get") as caught:
+        tables._CsvFile.read(tmp_path / name)
+    assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("nan", "finite numbers: .*'nan'"),
-        ("inf", "finite numbers: .*'inf'"),
+        ("nan", "a finite number in line 2, column .+$"),
+        ("inf", "a finite number in line 2, column .+$"),
         ("2", "0 or 1"),
         ("0.7", "0 or 1"),
     ],

@@ -61,7 +61,7 @@ def test_the_line_is_below_the_bound_and_the_search_limit_suffices(basis):
 
 
 def test_the_line_holds_for_equal_rates_where_the_printed_line_fails():
-    for changes in ({}, {"initial_gap": 0.0}, {"residual": 2.0}, {"noise": 1.0}):
+    for changes in ({}, {"initial_gap": 0.0}, {"residual": 2.0}, {"gap_per_planned_round": 1.0}):
         b, T = equal_rates(**changes), np.arange(5000)
         intercept, slope = line_below(b)
         assert slope > 0

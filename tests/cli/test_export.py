@@ -239,7 +239,33 @@ def test_a_run_that_has_not_ended_is_refused(finished, tmp_path):
     RunWriter.open(path).note(status="failed")
     done = call(path, "--output", tmp_path / "own.safetensors")
     assert done.exit_code == 2
+    assert "but its status is 'failed'; continue it with" in done.output
     assert "--resume" in done.output
+
+
+def test_a_run_that_has_ended_but_lost_its_model_is_refused_by_the_name_of_the_file(
+    finished, tmp_path
+):
+    path = shutil.copytree(finished(DP2_FEDSAM).path, tmp_path / "run")
+    (path / "model.safetensors").unlink()
+    done = call(path, "--output", tmp_path / "own.safetensors")
+    assert done.exit_code == 2
+    assert "but it lacks model.safetensors; continue it with" in done.output
+    assert not (tmp_path / "own.safetensors").exists()
+
+
+def test_a_client_without_its_data_is_one_message_that_names_the_folder(finished, tmp_path):
+    path = shutil.copytree(finished(DP2_FEDSAM).path, tmp_path / "run")
+    metadata = json.loads((path / "run.json").read_text())
+    absent = {"dataset": "mnist", "data-folder": str(tmp_path / "nowhere")}
+    metadata["config"] |= {**absent, "model": "digits-mlp"}
+    (path / "run.json").write_text(json.dumps(metadata))
+    file = tmp_path / "own.safetensors"
+    done = call(path, "--app", DP2_FEDSAM.folder, "--client", 1, "--output", file)
+    assert isinstance(done.exception, SystemExit)  # no traceback
+    assert done.exit_code == 1, done.output
+    assert f"Failed: data-folder='{tmp_path / 'nowhere'}'" in done.output
+    assert not file.exists()
 
 
 @pytest.mark.full

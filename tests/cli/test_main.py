@@ -267,6 +267,7 @@ def test_ledger_shows_what_is_spent_what_is_left_and_what_lacks_epsilon(tmp_path
             method="DPDitto",
             training=1,
             unit=PrivacyUnit.RECORD,
+            population=10,
             relation=NeighboringRelation.REPLACE_ONE,
             epsilon=epsilon,
             delta=1e-5,

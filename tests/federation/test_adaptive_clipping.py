@@ -67,7 +67,9 @@ def play_rounds(data, clipping, rounds, *, clients=None, app=None, grid=InProces
 
 def quiet(**changes):
     """Return an adaptive norm whose counts have next to no noise."""
-    return AdaptiveClipping(**{"initial": 1.0, "bit_noise": 0.05, "learning_rate": 0.5, **changes})
+    return AdaptiveClipping(
+        **{"initial_norm": 1.0, "count_noise_stddev": 0.05, "learning_rate": 0.5, **changes}
+    )
 
 
 @pytest.mark.parametrize(  # each pair of values once
@@ -82,7 +84,7 @@ def quiet(**changes):
 def test_the_norm_finds_the_quantile_from_far_below_and_far_above(placement, begin, quantile):
     """In 30 rounds: at the rate 0.2 of the paper, the norm falls by at most e³ in 30 rounds."""
     rate = {0.5: 0.5, 0.8: 1.2}[quantile]
-    clipping = quiet(initial=begin, quantile=quantile, learning_rate=rate)
+    clipping = quiet(initial_norm=begin, quantile=quantile, learning_rate=rate)
     norms, _, _ = play_rounds(FORCES, clipping, 30, noise_placement=placement)
     lengths = math.sqrt(2) * np.asarray(FORCES)
     assert norms[0] == begin
@@ -142,7 +144,7 @@ def test_a_client_that_fails_counts_as_one_whose_data_are_zeroed_out(placement):
 def test_an_empty_cohort_counts_half_as_within_the_norm(placement):
     sampling = PoissonSampling(4, 1e-9)
     plan = {"sampling": sampling, "noise_multiplier": 1e-12, "noise_placement": placement}
-    clipping = quiet(quantile=0.9, bit_noise=1e-11)
+    clipping = quiet(quantile=0.9, count_noise_stddev=1e-11)
     norms, _, _ = play_rounds(FORCES[:4], clipping, 2, **plan)
     assert norms == pytest.approx([math.exp(0.2 * n) for n in range(3)], rel=0.02)
 
@@ -192,7 +194,7 @@ def test_epsilon_is_that_of_the_same_run_with_a_fixed_norm(placement):
             claim.view: claim.epsilon
             for claim in play_rounds(FORCES[:FEW], c, 2, **options)[1].guarantees()
         }
-        for c in (AdaptiveClipping(), AdaptiveClipping(bit_noise=1.001))
+        for c in (AdaptiveClipping(), AdaptiveClipping(count_noise_stddev=1.001))
     ]
     fixed = ReleasePlan(
         sampling=FullParticipation(FEW), clipping_norm=1.0, rounds=2, delta=1e-3, **options

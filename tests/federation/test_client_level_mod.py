@@ -209,7 +209,7 @@ def test_without_the_mod_a_run_is_refused_before_any_client_trains():
 
 
 SUMS = SecureSum(colluding=0.0, dropouts=0.0)
-ADAPTIVE = AdaptiveClipping(initial=0.5, bit_noise=0.9)
+ADAPTIVE = AdaptiveClipping(initial_norm=0.5, count_noise_stddev=0.9)
 
 
 @pytest.mark.parametrize("norm", [0.5, ADAPTIVE], ids=["fixed", "adaptive"])

@@ -15,7 +15,7 @@ from torch import nn
 
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.algorithms.uldp import UldpAvg
-from flower_ext.algorithms.uldp.weights import SAMPLED, USERS
+from flower_ext.algorithms.uldp.weights import SAMPLED, USER_WEIGHTS
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.federation import FederatedStrategy, records
 from flower_ext.privacy import (
@@ -100,7 +100,7 @@ def users_by_round(sampling, rounds=ROUNDS):
     grid, _ = run(strategy, rounds, silos=SILOS, trains=False)
     asked = np.zeros((SILOS, rounds, UNITS))
     for message in trainings(grid):
-        bits = records.to_arrays(message.content[USERS])[SAMPLED]
+        bits = records.to_arrays(message.content[USER_WEIGHTS])[SAMPLED]
         silo, number = message.metadata.dst_node_id - 1_000, int(message.metadata.group_id) - 1
         asked[silo, number] = np.unpackbits(bits, count=UNITS)
     assert (asked == asked[0]).all()  # the same users in every silo

@@ -83,7 +83,9 @@ def test_an_adaptive_clipping_norm_starts_at_the_setting_of_a_fixed_norm():
     chosen = {"clipping": "adaptive", "clipping_quantile": 0.3, "clipping_learning_rate": 0.4}
     settings = release(epsilon=2.0, **chosen)
     plan = plan_of(settings)
-    expected = AdaptiveClipping(initial=settings.clipping_norm, quantile=0.3, learning_rate=0.4)
+    expected = AdaptiveClipping(
+        initial_norm=settings.clipping_norm, quantile=0.3, learning_rate=0.4
+    )
     assert plan.clipping_norm == expected
     assert plan.noise_multiplier == plan_of(release(epsilon=2.0)).noise_multiplier
     with pytest.raises(UnfitSetting, match="calibration='published' with clipping='adaptive'"):

@@ -170,7 +170,7 @@ def test_the_key_file_encrypts_the_noise_of_the_server(tmp_path):
     play(tmp_path, state_key_file=key, **options)
     assert (tmp_path / "run" / FILE).read_bytes().startswith(b"flower_ext sealed")
     key.chmod(0o644)
-    with pytest.raises(PermissionError, match="chmod 600"):
+    with pytest.raises(InvalidValue, match="chmod 600"):
         play(tmp_path, rounds=6, state_key_file=key, **options)
 
 

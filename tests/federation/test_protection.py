@@ -635,10 +635,10 @@ def test_the_owners_least_noise_is_the_clients_whatever_it_clips(kind):
         owned = Context(1, 1, {"least-noise-multiplier": least}, RecordDict(), {})
         policy = NodePolicy(owned, allow_seeded_noise=False)
         if takes_part:
-            policy.check(protection)
+            policy.check(protection, protection.noise_multiplier)
         else:
             with pytest.raises(PermissionError, match=f"noise multiplier of {share:g} on this"):
-                policy.check(protection)
+                policy.check(protection, protection.noise_multiplier)
 
 
 def test_an_owner_that_requires_noise_refuses_noise_without_a_number():
@@ -649,9 +649,11 @@ def test_an_owner_that_requires_noise_refuses_noise_without_a_number():
         for least in (1e-9, math.nan):
             owned = Context(1, 1, {"least-noise-multiplier": least}, RecordDict(), {})
             with pytest.raises(PermissionError, match=error):
-                NodePolicy(owned, allow_seeded_noise=False).check(protection)
+                NodePolicy(owned, allow_seeded_noise=False).check(
+                    protection, protection.noise_multiplier
+                )
         anyone = Context(1, 1, {}, RecordDict(), {})
-        NodePolicy(anyone, allow_seeded_noise=False).check(protection)
+        NodePolicy(anyone, allow_seeded_noise=False).check(protection, protection.noise_multiplier)
 
 
 UNITS = ClipAndNoise(of_units=True, clipping_norm=1.0, noise_stddev=1.0)

@@ -80,7 +80,7 @@ def test_a_seeded_run_resumes_as_if_nothing_had_happened(whole, tmp_path, dies_i
     assert kinds.count("repeat") == 1
 
 
-def test_an_optimisers_moments_and_an_average_resume_bit_for_bit(tmp_path):
+def test_an_optimizers_moments_and_an_average_resume_bit_for_bit(tmp_path):
     server, average = Adam(learning_rate=0.05, tau=0.1), ExponentialAverage(decay=0.5)
     options = {"method": DPFedAvg, "local": SGD, "memory": False}
     options |= {"server": server, "average": average}
@@ -92,7 +92,7 @@ def test_an_optimisers_moments_and_an_average_resume_bit_for_bit(tmp_path):
 
 
 def test_an_adaptive_clipping_norm_resumes_bit_for_bit(tmp_path):
-    clipping = AdaptiveClipping(initial=0.01, quantile=0.7, learning_rate=1.0)
+    clipping = AdaptiveClipping(initial_norm=0.01, quantile=0.7, learning_rate=1.0)
     options = {"method": DPFedAvg, "local": SGD, "memory": False}
     options |= {"plan": plan(clipping_norm=clipping)}
     whole, strategy = play(tmp_path / "whole", **options)

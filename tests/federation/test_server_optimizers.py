@@ -1,4 +1,4 @@
-"""Server optimisers: equality with Flower's strategies and with plain loops over coordinates."""
+"""Server optimizers: equality with Flower's strategies and with plain loops over coordinates."""
 
 import math
 

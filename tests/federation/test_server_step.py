@@ -1,4 +1,4 @@
-"""A method's optimiser and average in whole runs: under each sum, resumed, and upcycled."""
+"""A method's optimizer and average in whole runs: under each sum, resumed, and upcycled."""
 
 import logging
 from dataclasses import dataclass
@@ -92,7 +92,7 @@ STRATEGIES = {
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_the_optimiser_moves_along_the_released_mean_under_every_sum(kind, monkeypatch):
+def test_the_optimizer_moves_along_the_released_mean_under_every_sum(kind, monkeypatch):
     build, divisor = STRATEGIES[kind]
     steps = []
     monkeypatch.setattr(_Recorded, "steps", steps)

@@ -506,12 +506,12 @@ def foreign_app() -> ClientApp:
     def _(message: Message, context: Context) -> Message:
         model = Net()
         model.load_state_dict(message.content["arrays"].to_torch_state_dict())
-        optimiser = torch.optim.SGD(model.parameters(), lr=message.content["config"]["lr"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=message.content["config"]["lr"])
         data = client(context).train
         for _ in range(5):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(data.features), data.targets).backward()
-            optimiser.step()
+            optimizer.step()
         content = {
             "arrays": ArrayRecord(model.state_dict()),
             "metrics": MetricRecord({"num-examples": len(data), "loss": 0.5}),
@@ -743,7 +743,7 @@ def test_a_foreign_client_app_is_not_trusted_with_unknown_requests(strategy):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"server": 0.5}, "server=0.5: expected an optimiser"),
+        ({"server": 0.5}, "server=0.5: expected an optimizer"),
         ({"average": 3}, "average=3: expected ExponentialAverage"),
         ({"evaluate_every": -1}, "evaluate_every"),
         ({"seeded_noise": True}, "seeded_noise=True: expected a seed"),

@@ -57,12 +57,12 @@ PLANS = {
     ),
     "noise by clients": release(),
     "noise by the server": release(noise_placement="server"),
-    "an adaptive norm": release(clipping_norm=AdaptiveClipping(initial=1.0)),
+    "an adaptive norm": release(clipping_norm=AdaptiveClipping(initial_norm=1.0)),
     "turns": release(**SPACED),
     "correlated noise": release(correlation=CorrelatedNoise(), **SPACED),
     "secure sums": release(**MASKED),
     "an adaptive norm in secure sums": release(
-        clipping_norm=AdaptiveClipping(initial=1.0), **MASKED
+        clipping_norm=AdaptiveClipping(initial_norm=1.0), **MASKED
     ),
 }
 SUMS = {"plain": PlainSum, "masked": MaskedSum, "weighted": weighted_sum()}

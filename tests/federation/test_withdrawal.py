@@ -10,8 +10,8 @@ import torch
 from flwr.app import ArrayRecord
 
 from flower_ext.algorithms import DPFedAvg, FedPer, UldpAvg
-from flower_ext.algorithms.uldp import UldpNaive
-from flower_ext.data import SiloData
+from flower_ext.algorithms.uldp import UldpGroup, UldpNaive
+from flower_ext.data import ClientData, SiloData
 from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid
 from flower_ext.privacy import (
     Budget,
@@ -26,10 +26,11 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.withdrawal import forgotten, withdraw
 from flower_ext.runs import RunDirectory, RunWriter
+from flower_ext.training import DpSgdTraining
 from tests.support import silos
 from tests.support.grids import grid as grid_of
 from tests.support.private_silos import make, make_openly, start
-from tests.support.strategies import strategy_of
+from tests.support.strategies import group_strategy, strategy_of
 from tests.support.travelling import Recorder
 from tests.support.worlds import task
 
@@ -168,6 +169,20 @@ def test_only_the_withdrawn_clients_head_vanishes_from_its_node(tmp_path):
     assert forgotten(Ledger.read(given.ledger)) == {LEAVING}
 
 
+def test_a_withdrawn_client_leaves_no_keys_of_secure_sums_on_its_node(tmp_path):
+    given, state = budget(tmp_path), tmp_path / "nodes"
+    chosen = plan(noise_placement=SecureSum(colluding=0.0, dropouts=0.2))
+    for name in ("a", "b"):
+        run_of(tmp_path / name, given, plan=chosen, state=state)
+    keys = sorted(path.name for path in (state / "secrets").glob("*.secret"))
+    nodes = sorted({name.split("-")[1] for name in keys}, key=int)
+    assert len(nodes) == CLIENTS
+    withdraw(given.ledger, PrivacyUnit.CLIENT, [LEAVING])
+    run_of(tmp_path / "b", given, plan=chosen, state=state, rounds=3)
+    left = {path.name.split("-")[1] for path in (state / "secrets").glob("*.secret")}
+    assert left == {*nodes} - {nodes[LEAVING]}
+
+
 def test_a_run_starts_without_nodes_of_withdrawn_clients_but_no_others(tmp_path):
     given = budget(tmp_path)
     run_of(tmp_path / "a", given, plan=plan())
@@ -234,17 +249,40 @@ def test_a_node_whose_owner_keeps_memory_deletes_nothing_and_ends_no_run(tmp_pat
     assert strategy.participations.rounds == 1
 
 
+SMALL_NUMBER = 1
+"""Number of a user that is also the number of a silo: a mistaken silo then leaves in its place."""
+DP_SGD = DpSgdTraining(
+    noise_multiplier=1.0,
+    sampling_rate=0.5,
+    steps=2,
+    batch_size=10.0,
+    learning_rate=0.2,
+    clipping_norm=0.3,
+)
+
+
+def of_users(method, given, *, secure=False, **options) -> FederatedStrategy:
+    """Return a strategy with users in silos, under a plan that fits the method."""
+    common = {"budget": given, "num_silos": silos.SILOS, "evaluate_every": 0, **options}
+    if method is UldpGroup:
+        group = {"num_users": silos.USERS, "group_size": 3, "local": DP_SGD, "delta": 1e-5}
+        return group_strategy(**group, **common)
+    placement = SecureSum(colluding=0.0, dropouts=0.0) if secure else "client"
+    chosen = silos.plan(noise_placement=placement, noise_multiplier=0.4)
+    return strategy_of(method, plan=chosen, local=silos.LOCAL, **common)
+
+
 @pytest.mark.parametrize(
     ("secure", "method"),
     grid_of(
-        product([False, True], [UldpAvg, UldpNaive]),
+        [*product([False, True], [UldpAvg, UldpNaive]), (False, UldpGroup)],
         lambda case: case[0] == (case[1] is UldpAvg),
     ),
 )
 def test_a_user_that_withdrew_counts_as_one_whose_records_every_silo_deleted(
     tmp_path, method, secure
 ):
-    user, models = 7, []
+    user, models, guarantees = SMALL_NUMBER, [], []
     everybody = silos.silos()
     assert any((data.owners == user).any() for data in everybody)
     for name, data in (("withdrawn", everybody), ("gone", [d.without([user]) for d in everybody])):
@@ -253,35 +291,57 @@ def test_a_user_that_withdrew_counts_as_one_whose_records_every_silo_deleted(
         given.ledger.touch()
         if name == "withdrawn":
             withdraw(given.ledger, PrivacyUnit.USER, [user])
-        placement = SecureSum(colluding=0.0, dropouts=0.0) if secure else "client"
-        strategy = FederatedStrategy(
-            method(num_silos=silos.SILOS, local=silos.LOCAL),
-            silos.plan(noise_placement=placement, noise_multiplier=0.4),
-            budget=given,
-            seed=silos.SEED,
-            seeded_noise=True,
-            evaluate_every=0,
-        )
+        strategy = of_users(method, given, secure=secure, seed=silos.SEED, seeded_noise=True)
         app = method.client_app(silos.task(data), allow_seeded_noise=True)
         grid = InProcessGrid(app, silos.SILOS)
         initial = ArrayRecord(silos.task().initial_params(0))
         result = strategy.start(grid, initial, num_rounds=2)
         models.append(result.arrays.to_torch_state_dict())
+        guarantees.append(strategy.guarantees())
+        assert (strategy.refusals, forgotten(Ledger.read(given.ledger))) == ([], set())
+        took_part = set(range(silos.USERS)) - ({user} if name == "withdrawn" else set())
+        assert set(strategy.participations.uploads) == took_part
+    assert guarantees[0] == guarantees[1]
     for name, array in models[0].items():
         np.testing.assert_allclose(array.numpy(), models[1][name].numpy(), rtol=0, atol=1e-6)
 
 
-class Leaving(Recorder):
-    """User 7 withdraws after ``rounds`` rounds of training."""
+@pytest.mark.parametrize("method", [UldpAvg, UldpNaive, UldpGroup])
+def test_every_silo_leaves_out_a_user_that_withdraws_during_a_run(tmp_path, method):
+    account = tmp_path / "study.jsonl"
+    account.touch()
+    strategy = of_users(method, Budget(epsilon=1e6, delta=0.1, ledger=account))
+    app = method.client_app(silos.task())
+    grid = Leaving(app, silos.SILOS, account=account, user=SMALL_NUMBER, rounds_=1)
+    strategy.start(grid, ArrayRecord(silos.task().initial_params(0)), num_rounds=2)
+    trained = [m for m in grid.sent if m.metadata.message_type.startswith("train")]
+    left = [list(message.content["round"].get("withdrawn", ())) for message in trained]
+    assert left == [[]] * silos.SILOS + [[SMALL_NUMBER]] * silos.SILOS
+    assert (strategy.refusals, strategy.participations.rounds) == ([], 2)
 
-    def __init__(self, *given, account, rounds_, **options):
+
+def test_a_silo_whose_records_name_no_users_refuses_after_a_withdrawal(tmp_path):
+    account = tmp_path / "study.jsonl"
+    account.touch()
+    withdraw(account, PrivacyUnit.USER, [SMALL_NUMBER])
+    strategy = of_users(UldpNaive, Budget(epsilon=1e6, delta=0.1, ledger=account))
+    data = [ClientData(train=one.train, test=one.test) for one in silos.silos()]
+    grid = InProcessGrid(UldpNaive.client_app(silos.task(data)), silos.SILOS)
+    with pytest.raises(FederationNotReady, match="expected SiloData, because users withdrew"):
+        strategy.start(grid, ArrayRecord(silos.task().initial_params(0)), num_rounds=2)
+
+
+class Leaving(Recorder):
+    """One user withdraws after ``rounds_`` rounds of training."""
+
+    def __init__(self, *given, account, user, rounds_, **options):
         super().__init__(*given, **options)
-        self.account, self.rounds = account, rounds_
+        self.account, self.user, self.rounds = account, user, rounds_
         self.leave_in_time(0)
 
     def leave_in_time(self, done):
         if done == self.rounds:
-            withdraw(self.account, PrivacyUnit.USER, [LEFT])
+            withdraw(self.account, PrivacyUnit.USER, [self.user])
 
     def send_and_receive(self, messages, *, timeout=None):
         replies = super().send_and_receive(messages, timeout=timeout)
@@ -319,7 +379,7 @@ def test_no_silo_counts_or_trains_on_records_of_a_user_that_withdrew(
     account.touch()
     given = Budget(epsilon=1e6, delta=0.1, ledger=account)
     strategy = make(budget=given, evaluate_every=0)
-    start(strategy, Leaving, rounds=2, account=account, rounds_=rounds)
+    start(strategy, Leaving, rounds=2, account=account, user=LEFT, rounds_=rounds)
     assert strategy.refusals == []
     assert not any(row.get("discarded") for row in [strategy.run.progress.row])
     held = sum(int(one[LEFT]) for one in counted)

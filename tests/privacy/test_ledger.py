@@ -279,9 +279,13 @@ def test_a_closed_or_unwritable_ledger_reserves_nothing(tmp_path):
     os.dup2(readable, broken._file)
     with pytest.raises(OSError, match="Bad file"):
         broken.reserve(RELEASE, server_round=1).__enter__()
-    for ledger in (closed, broken):
-        with pytest.raises(RuntimeError, match="open it again"):
+    for ledger, reason in ((closed, "was closed"), (broken, "could not be written")):
+        with pytest.raises(RuntimeError, match=f"{reason}; open it again"):
             ledger.reserve(RELEASE, server_round=1).__enter__()
+    broken.close()  # a failed file is closed like any other, and nothing can be closed twice
+    for ledger in (closed, broken):
+        with pytest.raises(RuntimeError, match="was closed; open it again"):
+            ledger.close()
 
 
 def test_notes_of_any_name_leave_a_line_as_it_is(tmp_path):

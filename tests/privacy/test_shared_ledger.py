@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 
 from flower_ext.privacy import (
+    AdversaryView,
     Budget,
     BudgetExhausted,
+    Guarantee,
     Ledger,
     LedgerCorrupt,
     NeighboringRelation,
@@ -38,6 +40,7 @@ def sampled(run: str, training: int, noise_multiplier=1.0, **more) -> Charge:
         "method": "DPFedAvg",
         "training": training,
         "unit": PrivacyUnit.CLIENT,
+        "population": 100,
         "relation": ADD_OR_REMOVE,
         "epsilon": privacy_loss_of({one: training}, delta=DELTA).epsilon,
         "delta": DELTA,
@@ -122,6 +125,23 @@ def test_another_unit_or_relation_is_refused_rather_than_total_counts(path, othe
     with pytest.raises(DoesNotCompose, match="keep a separate account for each"):
         charge(path, replace(sampled("b", 1), **other), budget)
     assert len(Ledger.read(path)) == 1
+
+
+def test_a_run_without_a_guarantee_shows_the_delta_of_its_charges(path):
+    nothing = Guarantee(
+        unit=PrivacyUnit.CLIENT,
+        relation=ADD_OR_REMOVE,
+        view=AdversaryView.RELEASED_MODELS,
+        epsilon=math.inf,
+        delta=1e-4,
+        basis="provable",
+        accountant="none",
+        source="a run that promises nothing",
+    )
+    budget = Budget(epsilon=math.inf, delta=DELTA, ledger=path)
+    charge(path, summed("a", 1, math.inf, claims=[nothing]), budget)
+    (run,) = spent_by_run(Ledger.read(path))
+    assert (run.epsilon, run.delta) == (math.inf, 1e-4)
 
 
 def test_what_no_epsilon_covers_is_listed_once_and_counts_nothing(path):

@@ -43,6 +43,7 @@ def spend(path, run: str, *claims: Guarantee) -> None:
         start=run,
         training=1,
         unit=PrivacyUnit.USER,
+        population=100,
         relation=ADD_OR_REMOVE,
         epsilon=0.5,
         delta=1e-7,

@@ -6,7 +6,7 @@ from gmpy2 import mpz
 from scipy import stats
 
 from flower_ext.errors import ProtocolError
-from flower_ext.secure.labels import derive, public_of
+from flower_ext.secure.keys_and_ciphers import derive, public_of
 from flower_ext.secure.pair_keys import PairKeys, uniform_residues
 
 SERVER_KEY = b"server key"

@@ -58,7 +58,7 @@ def equal_rates(**changes) -> ConvergenceBound:
         "global_rate": 0.9,
         "residual": 0.02,
         "coupling": 0.3,
-        "noise": 0.001,
+        "gap_per_planned_round": 0.001,
         "initial_gap": 2.0,
         "initial_distance": 5.0,
     }

@@ -19,7 +19,7 @@ from flower_ext.training import (
 from flower_ext.training.batched import many
 from flower_ext.training.isolation import attempted
 from flower_ext.training.job import batch_rows
-from flower_ext.training.task import kind_of
+from flower_ext.training.kind import kind_of
 
 
 class Dense(nn.Module):

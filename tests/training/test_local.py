@@ -18,10 +18,10 @@ from flower_ext.training import (
     Task,
     evaluate,
 )
-from flower_ext.training.job import fewest_rows
 from flower_ext.training.local import perturbation, sgd_step
 from flower_ext.training.params import clone
 from flower_ext.training.problem import Linear, LocalProblem
+from flower_ext.training.trials.single_rows import fewest_rows
 from tests.support.grids import grid
 from tests.support.jobs import batches, train_many, train_one
 
@@ -69,13 +69,13 @@ def plain_sgd(params, data, training, seed):
     """Train by PyTorch's own SGD on the same batches."""
     model = Net()
     model.load_state_dict(params)
-    optimiser = torch.optim.SGD(
+    optimizer = torch.optim.SGD(
         model.parameters(), lr=training.learning_rate, momentum=training.momentum
     )
     for x, y in batches(data, training, torch.Generator().manual_seed(seed)):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
-        optimiser.step()
+        optimizer.step()
     return model.state_dict()
 
 
@@ -83,7 +83,7 @@ def plain_sam(params, data, training, seed):
     """Train by SAM with .grad and in-place additions, with one norm over all parameters."""
     model = Net()
     model.load_state_dict(params)
-    optimiser = torch.optim.SGD(
+    optimizer = torch.optim.SGD(
         model.parameters(), lr=training.learning_rate, momentum=training.momentum
     )
     for x, y in batches(data, training, torch.Generator().manual_seed(seed)):
@@ -99,7 +99,7 @@ def plain_sam(params, data, training, seed):
         with torch.no_grad():
             for p, e in zip(model.parameters(), climbed, strict=True):
                 p.sub_(e)
-        optimiser.step()
+        optimizer.step()
     return model.state_dict()
 
 
@@ -569,12 +569,12 @@ def test_models_that_refuse_a_single_row_train_on_two_or_more(build, batch_size)
     for count, ours in zip(counts, together, strict=True):
         model = build()
         model.load_state_dict(own.initial_params(0))
-        optimiser = torch.optim.SGD(model.parameters(), lr=training.learning_rate)
+        optimizer = torch.optim.SGD(model.parameters(), lr=training.learning_rate)
         generator = torch.Generator().manual_seed(count)
         for x, y in batches(examples(count), training, generator, fewest=2):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
-            optimiser.step()
+            optimizer.step()
         (alone,) = train_many(own, [job(count)])
         for name, value in model.state_dict().items():
             torch.testing.assert_close(ours[name], value)

@@ -1,4 +1,4 @@
-"""Optimisers other than SGD, and the methods that refuse them."""
+"""Optimizers other than SGD, and the methods that refuse them."""
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy, records
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
 from flower_ext.training import Job, LocalTraining, Task
+from flower_ext.training.job import OPTIMIZERS
 from tests.support.jobs import batches, train_many, train_one
 
 OTHERS = {
@@ -19,6 +20,7 @@ OTHERS = {
     "Adam": {},
     "RMSprop": {"weight_decay": 0.01},
     "Adagrad": {},
+    "Rprop": {},
 }
 
 
@@ -70,6 +72,17 @@ def test_training_matches_torchs_optimizer_alone_and_among_others(name):
             assert not torch.equal(value, start[key])
 
 
+@pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - {"SGD", "ASGD"}))  # ASGD has a decay λ
+def test_a_weight_decay_of_zero_is_none_whatever_torchs_default(name):
+    x, y = torch.zeros(8, 4), torch.arange(8) % 3
+    training = LocalTraining(epochs=1, batch_size=8, learning_rate=0.1, optimizer=name)
+    start = task().initial_params(1)
+    end = train_one(task(), start, Examples(x, y), training, generator=torch.Generator())
+    # Features of zero give the first layer's weights a gradient of zero, so only decay moves them.
+    assert torch.equal(end["0.weight"], start["0.weight"])
+    assert not torch.equal(end["0.bias"], start["0.bias"])
+
+
 def test_an_optimizer_travels_to_the_clients():
     training = LocalTraining(optimizer="AdamW", weight_decay=0.2)
     content = RecordDict(dict(records.training_records({"local": training})))
@@ -84,6 +97,10 @@ def test_an_optimizer_travels_to_the_clients():
         ({"optimizer": "AdamW", "momentum": 0.9}, "momentum=0.9: expected 0 with optimizer"),
         ({"optimizer": "AdamW", "tolerance": 0.1}, "tolerance=0.1: expected 0 with optimizer"),
         ({"weight_decay": 0.1}, "weight_decay=0.1: expected 0 with optimizer='SGD'"),
+        (
+            {"optimizer": "Rprop", "weight_decay": 0.1},
+            "weight_decay=0.1: expected 0 with optimizer='Rprop'",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(options, said):

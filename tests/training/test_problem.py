@@ -98,20 +98,20 @@ def trained(given: Task, params, seed: int = 0, way: LocalTraining = SGD):
 
 
 def plain_loop(given: Task, params, way: LocalTraining):
-    """Train a newly built model by PyTorch's own optimiser."""
+    """Train a newly built model by PyTorch's own optimizer."""
     model = in_training(given.model())
     model.load_state_dict(params, strict=False)
     weights = [p for p in model.parameters() if p.requires_grad]
     begin = [p.detach().clone() for p in weights]
-    optimiser = torch.optim.SGD(weights, lr=way.learning_rate, momentum=way.momentum)
+    optimizer = torch.optim.SGD(weights, lr=way.learning_rate, momentum=way.momentum)
     data, random = examples(), torch.Generator().manual_seed(0)
     for rows in batch_rows(len(data), way, random):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss = cross_entropy(model(data.features[rows].clone()), data.targets[rows])
         for p, own in zip(weights, begin, strict=True):
             loss = loss + way.proximal_weight / 2 * (p - own).square().sum()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     return {name: value for name, value in model.state_dict().items() if name in params}
 
 

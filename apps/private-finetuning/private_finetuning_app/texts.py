@@ -1,13 +1,15 @@
 """Texts of a file that the user names, and the pretrained transformer that reads them.
 
-The library peft adds LoRA to the transformer.
+Texts need the plug-in flower-ext-language, which also adds LoRA to the transformer.
 """
 
 import csv
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,6 @@ from flower_ext.data import DataNotFound, Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.runs.settings import UnfitSetting, absolute_path
 from flower_ext.training.models import HeadedModel
-from flower_ext.training.models.hugging_face import pretrained, with_lora
 from private_finetuning_app.settings import Settings
 
 
@@ -81,6 +82,11 @@ class Texts:
                 "run-config text-model='': expected the absolute path of a folder with a model and "
                 "its tokenizer, as save_pretrained writes them, or a name on the hub"
             )
+        if find_spec("flower_ext_language") is None:
+            raise UnfitSetting(
+                "run-config dataset='text' needs a plug-in: pip install flower-ext-language, or "
+                "./plugins/language in a checkout"
+            )
         return cls(
             file=file,
             labels=labels,
@@ -133,6 +139,8 @@ class Texts:
 
         ``lora_only_b`` is explained in `with_lora`.
         """
+        from flower_ext_language.hugging_face import with_lora
+
         encoder = self.frozen()
         encoder.model = with_lora(encoder.model, rank=self.lora_rank, only_b=self.lora_only_b)
         return encoder
@@ -159,4 +167,8 @@ def _rows(path: Path) -> list[tuple[str, str]]:
     return [(row["text"] or "", row["label"] or "") for row in rows]
 
 
-_loaded = partial(pretrained, setting="text-model")
+def _loaded(kind: str, model: str, **options: Any) -> Any:
+    """Return a part of the pretrained model, loaded once per process."""
+    from flower_ext_language.hugging_face import pretrained
+
+    return pretrained(kind, model, setting="text-model", **options)

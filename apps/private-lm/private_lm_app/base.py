@@ -17,9 +17,9 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
+import transformers
 from torch.nn.functional import cross_entropy
 
-from flower_ext.training.models.hugging_face import libraries
 from private_lm_app.python_text import public_text
 
 log = getLogger("flwr")
@@ -62,7 +62,6 @@ def _digest(steps: int) -> str:
 
 
 def _train(folder: Path, steps: int) -> None:
-    _, transformers = libraries("base=''")
     tokenizer = transformers.ByT5Tokenizer(extra_ids=0)
     tokenizer.save_pretrained(folder)
     config = transformers.GPTNeoXConfig(

@@ -16,13 +16,15 @@ from pathlib import Path
 
 import torch
 from flwr.app import Context, RecordDict
+from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.files import write_whole
 from flower_ext.runs import RunDirectory
-from flower_ext.training.models.hugging_face import libraries, pretrained
+from flower_ext_language.hugging_face import pretrained
 from private_lm_app.public_trial import public_examples
 from private_lm_app.settings import Settings
 from private_lm_app.task import base_of, task_of
@@ -115,9 +117,8 @@ def refuse_another_model(adapted: nn.Module, folder: Path, inputs: torch.Tensor)
 
 def load_exported(folder: Path) -> nn.Module:
     """Return the model of a folder: a base with adapters, or a whole model."""
-    peft, transformers = libraries(f"folder={str(folder)!r}")
     is_adapter = (folder / "adapter_config.json").is_file()
-    kind = peft.AutoPeftModelForCausalLM if is_adapter else transformers.AutoModelForCausalLM
+    kind = AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM
     loaded: nn.Module = kind.from_pretrained(str(folder), dtype="auto").eval()
     return loaded
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -192,11 +193,15 @@ class _CsvFile:
 
     def numbers(self, columns: Sequence[str]) -> np.ndarray:
         """Return columns as finite numbers (rows, columns)."""
-        return _parse(self.path, self.rows, usecols=self._places(columns), converters=_number)
+        return self._parsed(columns, converters=_number)
 
     def texts(self, column: str) -> np.ndarray:
         """Return a column as texts (rows,)."""
-        return _parse(self.path, self.rows, usecols=self._places([column]), dtype=str)[:, 0]
+        return self._parsed([column], dtype=str)[:, 0]
+
+    def _parsed(self, columns: Sequence[str], **options: Any) -> np.ndarray:
+        places = self._places(columns)
+        return _parse(self.path, self.rows, self.header, usecols=places, **options)
 
     def _places(self, columns: Sequence[str]) -> list[int]:
         missing = [name for name in columns if name not in self.header]
@@ -213,21 +218,38 @@ def _lines(path: Path) -> list[str]:
     try:
         return read_bytes(path).decode().splitlines()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise InvalidValue(f"{path} is damaged: {error}; get the file again") from error
+        # The text of the error may quote bytes of a record.
+        kind = type(error).__name__
+        raise InvalidValue(f"{path} is damaged ({kind}); get the file again") from None
 
 
-def _parse(path: Path, lines: Sequence[str], **options: Any) -> np.ndarray:
-    """Return the table that the lines hold."""
+def _parse(
+    path: Path, lines: Sequence[str], header: Sequence[str] = (), **options: Any
+) -> np.ndarray:
+    """Return the table that the lines below the header hold; no error shows a value."""
     try:
         return np.loadtxt(lines, delimiter=",", quotechar='"', comments=None, ndmin=2, **options)
     except ValueError as error:
-        raise InvalidValue(f"{path}: expected finite numbers: {error}") from error
+        # NumPy's error quotes the value, so no traceback may show it.
+        raise InvalidValue(f"{path}: {_without_value(str(error), lines, header)}") from None
+
+
+def _without_value(message: str, lines: Sequence[str], header: Sequence[str]) -> str:
+    """Return the reason of NumPy's error, with the place of the value in place of the value."""
+    # A quoted value comes before the place, so the last match is NumPy's.
+    *_, (row, column) = re.findall(r"at row (\d+)(?:, column (\d+))?", message)
+    # NumPy leaves out empty lines. It counts from 0 if it names a column, and otherwise from 1.
+    full = [number for number, line in enumerate(lines, 2 if header else 1) if line]
+    if not column:
+        return f"expected as many columns in line {full[int(row) - 1]} as in the first line"
+    name = repr(header[int(column) - 1]) if header else column
+    return f"expected a finite number in line {full[int(row)]}, column {name}"
 
 
 def _number(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise InvalidValue(f"{text!r} is not finite")
+        raise InvalidValue("expected a finite number")
     return number
 
 

@@ -32,12 +32,14 @@ from typing import Literal
 
 import numpy as np
 
+from flower_ext.algorithms.uldp.plan_checks import check_silos_can_draw, sums_of_users
 from flower_ext.algorithms.uldp.silo_answers import ONE_BY_ONE, answer_server, ask_silos
 from flower_ext.algorithms.uldp.silo_training import UsersTotal, WeightedTotal, users_training
 from flower_ext.algorithms.uldp.weights import (
     DISCLOSURES,
+    NUM_USERS,
     RATE,
-    USERS,
+    USER_WEIGHTS,
     check_weights,
     read_weights,
     user_weights,
@@ -62,19 +64,13 @@ from flower_ext.federation import (
     Steps,
     Summation,
 )
-from flower_ext.federation.population import HiddenUsers, UsersInSilos
+from flower_ext.federation.population import HiddenUsers
 from flower_ext.privacy import Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
-from flower_ext.privacy.theorems.uldp_theorem import (
-    Weighting,
-    check_silos_can_draw,
-    drawn_by_silos,
-    sums_of_users,
-    uldp_avg_guarantees,
-)
+from flower_ext.privacy.theorems.uldp_theorem import Weighting, drawn_by_silos, uldp_avg_guarantees
 from flower_ext.training import LocalTraining
 
 log = getLogger("flwr")
@@ -93,7 +89,7 @@ def users_of_round(work: ClientWork) -> tuple[dict[int, Examples], UsersTotal]:
 
     Refuse a protection that does not bound each user's update.
     """
-    num_users, protection = int(work.settings[USERS]), work.protection
+    num_users, protection = int(work.settings[NUM_USERS]), work.protection
     if not (isinstance(protection, ClipAndNoise) and protection.of_units):
         raise InvalidValue.tellable(
             f"the server asks for the protection {type(protection).__name__}: expected one that "
@@ -110,7 +106,7 @@ def users_of_round(work: ClientWork) -> tuple[dict[int, Examples], UsersTotal]:
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Return Σ_u w_{s,u} clip(Δ_{s,u}): lines 9–19 of Algorithm 3 without the noise."""
     users, total = users_of_round(work)
-    yield users_training(work, users, total, int(work.settings[USERS]))
+    yield users_training(work, users, total, int(work.settings[NUM_USERS]))
     return LocalResult(update=total.value)
 
 
@@ -162,8 +158,8 @@ class UldpAvg(Method):
 
     @property
     def traits(self) -> MethodTraits:
-        """The method's traits, with its number of silos and its weighting."""
-        return replace(super().traits, num_silos=self.num_silos, weighting=self.weighting)
+        """The method's traits, with its weighting."""
+        return replace(super().traits, weighting=self.weighting)
 
     def mechanism(self, plan: PrivacyPlan) -> RoundMechanism:
         """Return the mechanism of the silos' sum; refuse a plan that protects no users in silos."""
@@ -177,12 +173,12 @@ class UldpAvg(Method):
         by_server = self.user_draw == "server" and not summation.hidden_draw
         if summation.brings_weights or not by_server:
             return HiddenUsers(plan.sampling, self.num_silos, drawn_by_server=by_server)
-        return UsersInSilos(plan.sampling, self.num_silos)
+        return super().population(plan, summation)
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
         """Return what silos need: the number of users |U|, and the rate q if silos draw users."""
         rate = {RATE: plan.sampling.sampling_rate} if self.user_draw == "silos" else {}
-        return {USERS: plan.sampling.population, **rate}
+        return {NUM_USERS: plan.sampling.population, **rate}
 
     def connect(self, connected: Connected, state: State) -> State:
         """Ask the silos for the facts that the run needs, and return the state with the answers.
@@ -224,7 +220,7 @@ class UldpAvg(Method):
         return replace(
             cohort,
             norms=dict(enumerate(totals.tolist())),
-            requests={silo: {USERS: record} for silo, record in enumerate(requests)},
+            requests={silo: {USER_WEIGHTS: record} for silo, record in enumerate(requests)},
         )
 
     def step(self, model: Arrays, released: Released, state: State) -> tuple[Arrays, State]:

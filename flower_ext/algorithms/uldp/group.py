@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from flower_ext.algorithms.uldp.silo_answers import answer_server, ask_silos
-from flower_ext.algorithms.uldp.weights import USERS
+from flower_ext.algorithms.uldp.weights import NUM_USERS
 from flower_ext.checks import Count
 from flower_ext.data import Examples, limit_contributions
 from flower_ext.data import group_size as size_of
@@ -41,10 +41,12 @@ from flower_ext.federation import (
     LocalResult,
     Memory,
     Method,
+    Population,
     State,
     Summation,
     records,
 )
+from flower_ext.federation.population import UsersInSilos
 from flower_ext.privacy import (
     FullParticipation,
     GroupPlan,
@@ -55,27 +57,29 @@ from flower_ext.privacy import (
 from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.training import DpSgdTraining, train_dp_sgd
 
-LIMITS = "limits"
+RECORD_LIMITS, BY_USER = "limits", "limits"
+"""Name of the group or `ArrayRecord` with the records that a silo may use, and of its array."""
 DP_SGD = "dp-sgd."
 """Prefix of the settings of a `DpSgdTraining`."""
 
 
+def dp_sgd(settings: Mapping[str, Any]) -> DpSgdTraining:
+    """Return the DP-SGD that the server's settings describe."""
+    # Settings are flat, so a prefix marks the fields of the `DpSgdTraining`.
+    named = {n.removeprefix(DP_SGD): v for n, v in settings.items() if n.startswith(DP_SGD)}
+    return DpSgdTraining(**named)
+
+
 def local_update(work: ClientWork) -> LocalResult:
     """Train by DP-SGD on the kept records (lines 9–11)."""
-    # Settings are flat, so a prefix marks the fields of the `DpSgdTraining`.
-    settings: dict[str, Any] = {
-        name.removeprefix(DP_SGD): value
-        for name, value in work.settings.items()
-        if name.startswith(DP_SGD)
-    }
     with knowing_no_data():
-        training = DpSgdTraining(**settings)
-    drawn = secure_generator()
+        training = dp_sgd(work.settings)
+    record_rng = secure_generator()
     if not work.noise.is_secure:  # in a simulation, batches must be reproducible as well
         seed = torch.randint(2**63 - 1, (1,), generator=work.generator)
-        drawn = seeded_generator(int(seed), "records")
+        record_rng = seeded_generator(int(seed), "records")
     trained = train_dp_sgd(
-        work.task, work.received, kept(work), training, sampling=drawn, noise=work.noise
+        work.task, work.received, kept(work), training, sampling=record_rng, noise=work.noise
     )
     return LocalResult(model=trained)
 
@@ -85,7 +89,8 @@ def kept(work: ClientWork) -> Examples:
 
     The records are chosen at random, and they are the same in every round.
     """
-    data, limits = owned(work.data, int(work.settings[USERS])), work.state[LIMITS][LIMITS].numpy()
+    data = owned(work.data, int(work.settings[NUM_USERS]))
+    limits = work.state[RECORD_LIMITS][BY_USER].numpy()
     return data.limited(limits, seeded_generator(work.seed, "kept records")).train
 
 
@@ -111,7 +116,11 @@ class UldpGroup(Method):
     """
 
     client = ClientMethod(
-        name="uldp_group", local_update=local_update, answer=answer_server, memory=Memory.NONE
+        name="uldp_group",
+        local_update=local_update,
+        answer=answer_server,
+        memory=Memory.NONE,
+        dp_sgd=dp_sgd,
     )
 
     num_silos: int
@@ -140,9 +149,13 @@ class UldpGroup(Method):
                 "returns, because that plan computes ε for the DP-SGD in the method's ``local``"
             )
 
+    def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
+        """Return the users, all of whom take part in every round."""
+        return UsersInSilos(FullParticipation(self.num_users), self.num_silos)
+
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
         """Return what silos need: the number of users |U|, and the settings of DP-SGD."""
-        return {USERS: self.num_users, **{DP_SGD + n: v for n, v in asdict(self.local).items()}}
+        return {NUM_USERS: self.num_users, **{DP_SGD + n: v for n, v in asdict(self.local).items()}}
 
     def disclosures(self, summation: Summation) -> Sequence[str]:
         """Return the facts that the silos' histograms reveal, for the run's report."""
@@ -150,21 +163,22 @@ class UldpGroup(Method):
 
     def connect(self, connected: Connected, state: State) -> State:
         """Ask the silos for users' numbers of records; fix k and the limits for the whole run."""
-        if LIMITS in state.server:
+        if RECORD_LIMITS in state.server:
             return state  # a resumed run keeps its limits
         _, counts = ask_silos(
             connected.clients, self.num_users, trainings=self.training, histogram=True
         )
         k = size_of(counts, self.group_size)
         limits = limit_contributions(counts, k, connected.generator("limits"))
-        chosen = {LIMITS: limits.astype(np.int32), "k": np.asarray(k)}
-        return state.updated(server={LIMITS: chosen})
+        chosen = {BY_USER: limits.astype(np.int32), "k": np.asarray(k)}
+        return state.updated(server={RECORD_LIMITS: chosen})
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
         """Return the cohort with a request to each silo: how many records of each user to use."""
-        limits = state.server[LIMITS][LIMITS]
+        limits = state.server[RECORD_LIMITS][BY_USER]
         requests = {
-            silo: {LIMITS: records.to_record({LIMITS: limits[silo]})} for silo in cohort.partitions
+            silo: {RECORD_LIMITS: records.to_record({BY_USER: limits[silo]})}
+            for silo in cohort.partitions
         }
         return replace(cohort, requests=requests)
 
@@ -173,6 +187,6 @@ class UldpGroup(Method):
 
         The size is None if ``group_size`` is "max" or "median" and the silos have not answered yet.
         """
-        limits = state.server.get(LIMITS)
+        limits = state.server.get(RECORD_LIMITS)
         known = self.group_size if isinstance(self.group_size, int) else None
         return replace(run, group_size=known if limits is None else int(limits["k"]))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from flwr.app import ConfigRecord, Message
 
-from flower_ext.algorithms.uldp.weights import USERS
+from flower_ext.algorithms.uldp.weights import NUM_USERS
 from flower_ext.data.users import owned
 from flower_ext.federation import Clients, Question, RefusedReply, records
 from flower_ext.federation.client.user_draws import FINGERPRINT_BYTES
@@ -27,7 +27,7 @@ def answer_server(question: Question) -> Params:
     The silo sends two further facts only if the server asks for them: each user's number of
     records, and the fingerprint of the key from which silos draw users.
     """
-    num_users, examples = int(question.values[USERS]), question.data.train
+    num_users, examples = int(question.values[NUM_USERS]), question.data.train
     owners = owned(question.data, num_users).owners
     apart = len(examples) > 0 and any(
         trains_one_by_one(question.task, examples, training)
@@ -73,7 +73,7 @@ def ask_silos(
         A silo's data do not name the user of each record, a user's number is out of range, or
         silos that draw the users have different keys. The message names the silo.
     """
-    question = ConfigRecord({USERS: num_users, HISTOGRAM: histogram, FINGERPRINT: silos_draw})
+    question = ConfigRecord({NUM_USERS: num_users, HISTOGRAM: histogram, FINGERPRINT: silos_draw})
     content = {records.QUESTION: question, **records.training_records(trainings)}
     answers = clients.ask_all(
         dict.fromkeys(clients.nodes, content),

@@ -25,8 +25,10 @@ from flower_ext.federation import ClientWork, records
 from flower_ext.privacy import PoissonSampling
 from flower_ext.privacy.theorems.uldp_theorem import Weighting
 
-USERS = "users"
-"""Name of the `ArrayRecord` with a round's users and a silo's weights, and of the setting |U|."""
+NUM_USERS = "users"
+"""Name of the setting with the number of users, |U|."""
+USER_WEIGHTS = "users"
+"""Name of the `ArrayRecord` with a round's users and their weights in one silo."""
 SAMPLED = "sampled"
 WEIGHTS = "weights"
 RATE = "user-sampling-rate"
@@ -102,7 +104,7 @@ def read_weights(work: ClientWork) -> np.ndarray:
     round for which this silo has already drawn raises a `ProtocolError`.
     """
     with knowing_no_data():
-        num_users, sent = int(work.settings[USERS]), work.state[USERS]
+        num_users, sent = int(work.settings[NUM_USERS]), work.state[USER_WEIGHTS]
         bits, of_sampled = sent[SAMPLED].numpy(), sent[WEIGHTS].numpy()
         if bits.shape != (-(-num_users // 8),):
             raise InvalidValue(f"sampled users: expected {num_users} bits, got {bits.size} bytes")

@@ -13,7 +13,7 @@ import torch
 from flower_ext.data import ClientData, Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.sums.weighted_silo import HiddenSum
-from flower_ext.privacy import NoiseSource, PoissonSampling, SecureNoise
+from flower_ext.privacy import DpSgd, NoiseSource, PoissonSampling, SecureNoise
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term
@@ -255,6 +255,8 @@ class ClientMethod:
     takes_weighted_sums : bool
         True if ``local_update`` calls `ClientWork.hidden_sum`. Clients of other methods refuse
         to set up a weighted sum, because the set-up counts the records of each user.
+    dp_sgd : Callable[[Mapping[str, float]], DpSgd], optional
+        Returns the DP-SGD of ``local_update`` under given settings, for the owner's least noise.
     """
 
     name: str
@@ -264,6 +266,7 @@ class ClientMethod:
     answer: Callable[[Question], Mapping[str, Any]] | None = None
     upload_phase: str | None = None
     takes_weighted_sums: bool = False
+    dp_sgd: Callable[[Mapping[str, float]], DpSgd] | None = None
 
     @property
     def keeps_memory(self) -> bool:
@@ -271,7 +274,7 @@ class ClientMethod:
         return self.memory is not Memory.NONE
 
     @property
-    def memoryless(self) -> bool:
+    def updates_ignore_memory(self) -> bool:
         """True if no update depends on a client's memory; record-level guarantees require this."""
         return self.memory in (Memory.NONE, Memory.BESIDE_UPDATES)
 

@@ -136,7 +136,7 @@ class ClientSide:
                 "none; create it with ClientMethod(answer=...)"
             )
         policy = self.policy(context)
-        policy.check_way_out("an answer", in_sum=False)
+        policy.require_secure_sum("an answer", in_sum=False)
         task = policy.task(self.task)
         question = Question(
             task=task,
@@ -156,7 +156,7 @@ class ClientSide:
                 f"{self.method.name} takes no part in weighted sums: run UldpAvg or UldpSgd"
             )
         policy = self.policy(context)
-        policy.check_way_out("a weighted sum", in_sum=False)
+        policy.require_secure_sum("a weighted sum", in_sum=False)
         return weighted_silo.answer(
             records.to_arrays(message.content.array_records[records.WEIGHTED_SUM]),
             _data(policy.task(self.task), message, policy.partition),
@@ -192,7 +192,7 @@ class ClientSide:
         numbers = {"version": memory.newest(before) if memory.load(before) is not None else 0}
         if round_entries.get("report-size"):
             policy = self.policy(context)
-            policy.check_way_out("the number of examples", in_sum=False)
+            policy.require_secure_sum("the number of examples", in_sum=False)
             data = policy.task(self.task).data(policy.partition)
             numbers["num-examples"] = len(data.train)
         return records.to_record({n: np.array(v, dtype=np.int64) for n, v in numbers.items()})

@@ -108,7 +108,7 @@ def masked_vector(query: VectorQuery, assignment: Assignment) -> RecordDict:
     request, policy = assignment.request, assignment.policy
     protection = request.protection
     with knowing_no_data():
-        policy.check(protection)
+        policy.check(protection, protection.noise_multiplier)
         if protection.cell is None or records.SECURE_SUM not in request.sum_messages:
             raise InvalidValue.tellable(
                 "the server's message has a query without a secure sum, or without the protection "

@@ -15,11 +15,12 @@ import torch
 from flwr.app import Context
 
 from flower_ext.errors import InvalidValue, tellable
+from flower_ext.federation.client.client_method import ClientMethod
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.protection import SEEDED
 from flower_ext.federation.roster import PARTITION, partition_of
 from flower_ext.privacy import NoiseSource, SecureNoise, SeededNoise
-from flower_ext.privacy.mechanisms.protections import Protection
+from flower_ext.privacy.mechanisms.protections import ProtectedByTraining, Protection
 from flower_ext.training import Task
 
 OF_UPLOADS = "client-noise"
@@ -40,9 +41,9 @@ class NodePolicy:
       noise.
     * ``least-noise-multiplier=0.1``: the client refuses to train with less noise. The value is the
       standard deviation, in clipping norms, of the noise that the client itself adds: to its
-      upload, or under `ClipSteps` to the sum of each step. The client also refuses noise that is
-      not Gaussian, such as objective perturbation, because such noise has no noise multiplier.
-      The limit covers queries, but not evaluations in the clear.
+      upload, or under `ClipSteps` and in a method's DP-SGD to the sum of each step. The client also
+      refuses noise that is not Gaussian, such as objective perturbation, because such noise has no
+      noise multiplier. The limit covers queries, but not evaluations in the clear.
     * ``require-secure-sum=true``: the client sends values that depend on its data only in secure
       sums.
     * ``keep-memory=true``: the client refuses if the server asks it to delete what it remembers.
@@ -89,34 +90,37 @@ class NodePolicy:
         """True if this client accepts seeded noise and small keys, which protect nobody."""
         return self.allow_seeded_noise and not self.context.node_config.get("require-secure-noise")
 
-    def admit(self, request: ClientRequest) -> NoiseSource:
+    def admit(self, request: ClientRequest, method: ClientMethod | None = None) -> NoiseSource:
         """Refuse a request that the owner does not permit; return the upload's source of noise."""
         if request.kind == "train":
-            self.check(request.protection)
-        self.check_way_out("an update or scores", in_sum=request.is_summed)
+            multiplier = request.protection.noise_multiplier
+            # Only the method knows whether it trains by DP-SGD: a server could claim it of any.
+            if isinstance(request.protection, ProtectedByTraining) and method and method.dp_sgd:
+                multiplier = method.dp_sgd(request.settings).noise_multiplier
+            self.check(request.protection, multiplier)
+        self.require_secure_sum("an update or scores", in_sum=request.is_summed)
         return self.noise(request.entries, OF_UPLOADS)
 
-    def check(self, protection: Protection) -> None:
-        """Refuse training with less noise than the node's owner requires.
+    def check(self, protection: Protection, multiplier: float | None) -> None:
+        """Refuse a protection whose noise ``multiplier`` is less than the node's owner requires.
 
-        If the owner requires noise, also refuse noise that has no noise multiplier.
+        If the owner requires noise, also refuse noise that has no multiplier.
         """
         least = float(self.context.node_config.get("least-noise-multiplier", 0.0))
-        multiplier = protection.noise_multiplier
-        if multiplier is None and least != 0:
-            raise PermissionError(
-                f"the server asks for {type(protection).__name__}, whose noise has no multiplier: "
-                f"the owner of this node requires least-noise-multiplier={least:g}"
-            )
+        if multiplier is None and least == 0:
+            return
         # Rounding may make this client's share of the noise a little smaller than the least noise,
         # although the two are meant to be equal.
-        if multiplier is not None and not multiplier >= least * (1 - _ROUNDING):
+        if multiplier is None or not multiplier >= least * (1 - _ROUNDING):
+            asked = f"{type(protection).__name__}, whose noise has no multiplier"
+            if multiplier is not None:
+                asked = f"a noise multiplier of {multiplier:g} on this client"
             raise PermissionError(
-                f"the server asks for a noise multiplier of {multiplier:g} on this client: the "
-                f"owner of this node requires least-noise-multiplier={least:g}"
+                f"the server asks for {asked}: the owner of this node requires "
+                f"least-noise-multiplier={least:g}"
             )
 
-    def check_way_out(self, message: str, *, in_sum: bool) -> None:
+    def require_secure_sum(self, message: str, *, in_sum: bool) -> None:
         """Refuse to send ``message`` outside a secure sum, if the owner requires such sums."""
         if self.context.node_config.get("require-secure-sum") and not in_sum:
             raise _forbidden(

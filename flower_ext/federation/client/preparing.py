@@ -14,7 +14,7 @@ from flower_ext.federation.client.client_method import ClientMethod, ClientWork,
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.client.user_draws import draw_users, draws_vault
-from flower_ext.federation.failures import hidden, log_once
+from flower_ext.federation.failures import hide_errors, log_once
 from flower_ext.federation.protection import Unprotected
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.federation.sums.weighted_silo import HiddenSum, stored_silo
@@ -54,7 +54,7 @@ def assign(
     """
     protection = request.protection
     with knowing_no_data():
-        partition, noise = policy.partition, policy.admit(request)
+        partition, noise = policy.partition, policy.admit(request, method)
         step_noise = _step_noise(method, protection, noise)
     # Batches of examples differ between clients and rounds, and are equal in a repeated round.
     seed = derived_seed(request.seed, "client", request.kind, partition, request.training_round)
@@ -112,10 +112,15 @@ def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientDa
     refuses a task whose training would change later trainings in the same process (see
     `why_state_is_shared`).
     """
-    hide_errors = request.hides_missing_data
-    data = data_of(task, partition, hide_errors=hide_errors)
-    if isinstance(data, SiloData) and data is not NO_DATA:
-        data = data.without(request.entries.get("withdrawn", ()))
+    may_hide = request.hides_missing_data
+    data = data_of(task, partition, hide_errors=may_hide)
+    if data is not NO_DATA and (withdrawn := request.entries.get("withdrawn")):
+        if not isinstance(data, SiloData):
+            raise PreconditionFailed.tellable(
+                "data of the Task: expected SiloData, because users withdrew, and only its field "
+                "owners tells whose records to leave out"
+            )
+        data = data.without(withdrawn)
     if data is NO_DATA or isinstance(request.protection, Unprotected):
         return data
     num_examples, agreed = len(data.train), request.protection.num_examples
@@ -126,7 +131,7 @@ def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientDa
         )
     if request.kind != "train" or num_examples == 0:
         return data
-    with hidden(hide_errors):  # the model may fail on examples of this kind
+    with hide_errors(may_hide):  # the model may fail on examples of this kind
         if reason := why_state_is_shared(task, data.train, train):
             raise InvalidValue.tellable(reason)
         return data

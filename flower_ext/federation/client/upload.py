@@ -36,7 +36,7 @@ from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientWork, Contribution, LocalResult, Memory
 from flower_ext.federation.client.node import OF_UPLOADS
 from flower_ext.federation.client.preparing import NO_DATA, Assignment
-from flower_ext.federation.failures import hidden, log_hidden
+from flower_ext.federation.failures import hide_errors, log_hidden
 from flower_ext.federation.sums import masked_member
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
@@ -75,10 +75,10 @@ def result_hiding_failures(work: ClientWork) -> Steps[LocalResult]:
     protection = work.protection
     if not (protection.hides_failures or protection.bounds_models):
         return (yield from completed(work.method.local_update(work)))
-    with hidden(protection.hides_failures):
+    with hide_errors(protection.hides_failures):
         return (yield from _finite_result(work))
     # The error was hidden.
-    with hidden(not protection.of_units):
+    with hide_errors(not protection.of_units):
         return (yield from _finite_result(replace(work, data=NO_DATA)))
     return LocalResult(model=work.received, memory=work.memory)  # both errors were hidden
 
@@ -132,7 +132,7 @@ def _protected(assignment: Assignment, result: LocalResult) -> tuple[Contributio
         return contribution, protected(contribution, received, protection, noise)
 
     # A difference of two finite models may overflow.
-    with hidden(protection.hides_failures and not protection.of_units):
+    with hide_errors(protection.hides_failures and not protection.of_units):
         return protect(result)
     return protect(LocalResult(model=received))  # the error was hidden
 

@@ -27,7 +27,7 @@ from flower_ext.federation.engines.virtual import ClientGrid, replies_in_memory
 from flower_ext.federation.engines.workers import Workers
 from flower_ext.training import MEMORY_LIMIT
 
-_YOUNG = 10_000
+_GC_THRESHOLD = 10_000
 """Number of new objects after which Python's garbage collector looks at them."""
 
 
@@ -201,13 +201,13 @@ def modules_uncollected() -> Iterator[None]:
     nothing if the caller has already set a number as high, or has frozen objects (`gc.freeze`).
     """
     # Compare the threshold first, because Python takes 50 ms to count a million frozen objects.
-    if gc.get_threshold()[0] >= _YOUNG or gc.get_freeze_count():
+    if gc.get_threshold()[0] >= _GC_THRESHOLD or gc.get_freeze_count():
         yield
         return
     gc.collect()
     gc.freeze()
     usual = gc.get_threshold()
-    gc.set_threshold(_YOUNG, *usual[1:])
+    gc.set_threshold(_GC_THRESHOLD, *usual[1:])
     try:
         yield
     finally:

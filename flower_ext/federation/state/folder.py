@@ -21,7 +21,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,8 +34,8 @@ from safetensors.numpy import load, save
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.records import Arrays
-from flower_ext.files import held, sync_to_disk, write_whole
-from flower_ext.secure.labels import KEY_BYTES, decrypt, encrypt
+from flower_ext.files import held, read_key, sync_to_disk, write_whole
+from flower_ext.secure.keys_and_ciphers import KEY_BYTES, decrypt, encrypt
 
 SECRETS = "secrets"
 _SEALED = b"flower_ext sealed 1\n"
@@ -138,15 +137,8 @@ class StateFolder:
 
 def read_state_key(file: Path) -> bytes:
     """Return the 32 bytes of a state-key-file; refuse a file that other users can read."""
-    key = file.read_bytes()
-    if len(key) != KEY_BYTES:
-        raise InvalidValue(
-            f"state-key-file {file} holds {len(key)} bytes: expected {KEY_BYTES} random bytes; "
-            f"create them by: head -c {KEY_BYTES} /dev/urandom"
-        )
-    if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise PermissionError(f"other users can read state-key-file {file}: run chmod 600 {file}")
-    return key
+    expected = f"{KEY_BYTES} random bytes; create them by: head -c {KEY_BYTES} /dev/urandom"
+    return read_key(file, "state-key-file", expected)
 
 
 def safe_name(text: str) -> str:

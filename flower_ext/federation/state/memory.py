@@ -37,6 +37,8 @@ round needs these versions."""
 _PERMANENT = "permanent"
 """Ending of the names of permanent records, which are never removed."""
 
+OF_MASKED_SUM = "-sum"
+"""Ending of the names of vaults with keys of masked sums."""
 _SECRETS_SECONDS = 24 * 60 * 60
 """Age in seconds at which a run's secrets are removed when another run begins. Younger secrets may
 belong to a run in progress, which stores its secrets anew in each round of the client."""
@@ -206,11 +208,14 @@ class ClientVault:
 
 
 def forget_client(context: Context, runs: Sequence[str]) -> None:
-    """Delete a client's memory of ``runs``, for all methods, and its keys of the current run.
+    """Delete a client's memory of ``runs``, for all methods, and its keys.
+
+    Key files are named by Flower's ids of runs, not by ``runs``, so the keys of masked sums vanish
+    for all runs: a run of another study that is computing a sum misses the client in this sum.
 
     Permanent records stay, because they record the client's actions and nothing about its data. If
     there is no folder, the function deletes only what the context's state holds, that is, the
-    memory and keys of one run. The memory of other runs vanishes when the SuperNode's process ends.
+    memory and keys of the run that asks. Those of other runs vanish with the SuperNode's process.
     """
     for name in [*context.state]:
         if name.startswith("flower_ext.") and not name.endswith(f".{_PERMANENT}"):
@@ -221,8 +226,10 @@ def forget_client(context: Context, runs: Sequence[str]) -> None:
     for run in runs:
         for kept in (folder.path / safe_name(run)).glob(f"*-{partition}"):
             shutil.rmtree(kept)
-    for secret in (folder.path / SECRETS).glob(f"{context.run_id}-{context.node_id}-*.secret"):
-        secret.unlink()
+    node = context.node_id  # the second pattern also matches files that a killed process left
+    for names in (f"{context.run_id}-{node}-*.secret", f"*-{node}-*{OF_MASKED_SUM}.secret*"):
+        for secret in (folder.path / SECRETS).glob(names):
+            secret.unlink(missing_ok=True)
 
 
 def _remove_old(secrets: Path) -> None:

@@ -18,7 +18,7 @@ from flwr.app import Context, Message, RecordDict
 from flower_ext.errors import InvalidValue, ProtocolError, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation.records import Arrays, bytes_record, flattened, single_message
-from flower_ext.federation.state.memory import ClientVault
+from flower_ext.federation.state.memory import OF_MASKED_SUM, ClientVault
 from flower_ext.federation.sums.masked import BEGIN, DELIVERY, KEYS, SENT, UNMASK
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.updates import NamedArrays
@@ -145,7 +145,7 @@ def seal(
 
 
 def _vault(context: Context, method: str) -> ClientVault:
-    return ClientVault(context, f"{method}-sum")
+    return ClientVault(context, method + OF_MASKED_SUM)
 
 
 def _invited(vault: ClientVault, data: bytes) -> Member:

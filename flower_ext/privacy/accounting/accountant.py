@@ -156,17 +156,18 @@ def with_approximation_error(
         return loss(delta)
     steps = 3
     # Fractions of δ to try for the three Gaussian steps, the smallest first.
-    for share in (2.0**-10, 2.0**-5, 0.5):
-        spared = share * delta
-        first = loss(delta - spared)
-        # Of this fraction of δ, half pays for δ₂, and half for the factor e^(3ε₂).
-        tail = first.epsilon + math.log(2 * steps / spared)
-        second = shift**2 / 2 + shift * math.sqrt(2 * tail)
+    for fraction in (2.0**-10, 2.0**-5, 0.5):
+        delta_for_steps = fraction * delta
+        core_loss = loss(delta - delta_for_steps)
+        # Half of this δ pays for δ₂, and half for the factor e^(3ε₂).
+        log_inverse_delta2 = core_loss.epsilon + math.log(2 * steps / delta_for_steps)
+        step_epsilon = shift**2 / 2 + shift * math.sqrt(2 * log_inverse_delta2)
         # The loop compares e^(3ε₂) with at most 4/3, so the cap of 1 changes no result.
-        if math.expm1(min(1.0, steps * second)) * (delta - spared / 2) <= spared / 2:
-            epsilon = first.epsilon + steps * second
-            return replace(first, epsilon=epsilon, delta=delta, releases=None)
-    return replace(first, epsilon=math.inf, delta=delta, releases=None)
+        surplus = math.expm1(min(1.0, steps * step_epsilon))
+        if surplus * (delta - delta_for_steps / 2) <= delta_for_steps / 2:
+            epsilon = core_loss.epsilon + steps * step_epsilon
+            return replace(core_loss, epsilon=epsilon, delta=delta, releases=None)
+    return replace(core_loss, epsilon=math.inf, delta=delta, releases=None)
 
 
 @lru_cache(maxsize=4096)

@@ -27,6 +27,7 @@ spaced                     any other                Gaussian composition: each r
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,11 @@ class PrivacyLoss:
     accountant: str
     releases: Counts | None = field(default=None, compare=False, repr=False)
     """Releases that together have at most this loss; None if only (ε, δ) is known."""
+
+    @classmethod
+    def unbounded(cls, delta: float) -> PrivacyLoss:
+        """Return the loss of a release that promises nothing: its ε is infinite."""
+        return cls(epsilon=math.inf, delta=delta, accountant="none")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ paper                 here
 C, γ, η_C             ``adaptive_norm`` of a round, ``quantile``, ``learning_rate``
 z                     σ, the ``noise_multiplier`` of the plan
 z_Δ                   σ' with 1/σ² = 1/σ'² + 1/(2σ_b)²
-σ_b, m                ``bit_noise``, the *expected* cohort size
+σ_b, m                ``count_noise_stddev``, the *expected* cohort size
 b_i − ½               the *side* of an update: +½ if its norm is at most C, −½ if its norm is
                       above C, and 0 if the update is zero
 b̃                     ``fraction``: noised fraction of a round's updates with a norm of at most C
@@ -74,17 +74,17 @@ class AdaptiveClipping(Checked):
 
     Parameters
     ----------
-    initial : float
+    initial_norm : float
         Norm of the first round.
     quantile : float
         γ: fraction of the updates that should not be longer than the norm, in (0, 1).
     learning_rate : float
         η_C: speed with which the norm follows the quantile.
-    bit_noise : float, optional
+    count_noise_stddev : float, optional
         σ_b: standard deviation of the noise on the number of updates within the norm. It must be
         above half of the plan's noise multiplier σ. The default is a twentieth of the expected
         cohort size, as in the paper, but at least σ, so that small cohorts are possible.
-    least, most : float
+    min_norm, max_norm : float
         Limits of the norm, which are public.
 
     Raises
@@ -93,37 +93,38 @@ class AdaptiveClipping(Checked):
         A field is out of range.
     """
 
-    initial: Positive = 0.1
+    initial_norm: Positive = 0.1
     quantile: ProperFraction = 0.5
     learning_rate: Positive = 0.2
-    bit_noise: Positive | None = None
-    least: Positive = 1e-6
-    most: Positive = 1e6
+    count_noise_stddev: Positive | None = None
+    min_norm: Positive = 1e-6
+    max_norm: Positive = 1e6
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.least <= self.initial <= self.most:
+        if not self.min_norm <= self.initial_norm <= self.max_norm:
             raise InvalidValue(
-                f"initial={self.initial!r}: expected a norm from least={self.least:g} to "
-                f"most={self.most:g}"
+                f"initial_norm={self.initial_norm!r}: expected a norm from min_norm="
+                f"{self.min_norm:g} to max_norm={self.max_norm:g}"
             )
 
     def count_noise(self, noise_multiplier: float, expected_cohort: float) -> float:
         """Return σ_b: the stddev of the noise on the number of updates within the norm.
 
         The arguments are a plan's noise multiplier and its expected cohort size. Refuse a
-        ``bit_noise`` of at most half of the noise multiplier.
+        ``count_noise_stddev`` of at most half of the noise multiplier.
         """
-        if self.bit_noise is None:
+        stddev = self.count_noise_stddev
+        if stddev is None:
             return max(expected_cohort / 20, noise_multiplier)
-        if 2 * self.bit_noise <= noise_multiplier:
+        if 2 * stddev <= noise_multiplier:
             raise InvalidValue(
-                f"bit_noise={self.bit_noise!r} with noise_multiplier={noise_multiplier:.4g}: "
+                f"count_noise_stddev={stddev!r} with noise_multiplier={noise_multiplier:.4g}: "
                 f"expected more than {noise_multiplier / 2:.4g}, half of noise_multiplier, because "
                 "with less noise, the number of updates within the norm would use up all of ε; "
-                "leave bit_noise=None to get a valid value"
+                "leave count_noise_stddev=None to get a valid value"
             )
-        return self.bit_noise
+        return stddev
 
     def next_norm(self, norm: float, fraction: float) -> float:
         """Return the next round's norm: ``norm`` · exp(−η_C (``fraction`` − γ)), within the limits.
@@ -131,13 +132,14 @@ class AdaptiveClipping(Checked):
         ``norm`` is this round's norm, and ``fraction`` the fraction of updates that are within it.
         """
         step = self.learning_rate * (fraction - self.quantile)
-        least, most = math.log(self.least), math.log(self.most)
         moved = math.log(norm) - step  # logarithms cannot overflow
-        return self.least if moved <= least else self.most if moved >= most else math.exp(moved)
+        if moved <= math.log(self.min_norm):
+            return self.min_norm
+        return self.max_norm if moved >= math.log(self.max_norm) else math.exp(moved)
 
     def describe(self) -> str:
         """Return a few words for the log."""
-        return f"adaptive from {self.initial:g} to the quantile {self.quantile:g}"
+        return f"adaptive from {self.initial_norm:g} to the quantile {self.quantile:g}"
 
 
 def with_side(update: NamedArrays, adaptive_norm: float, weight: float) -> dict[str, Any]:

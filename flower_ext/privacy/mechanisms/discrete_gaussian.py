@@ -58,6 +58,7 @@ import numpy as np
 
 from flower_ext.checks import require_at_least_one, require_count
 from flower_ext.errors import InvalidValue
+from flower_ext.privacy.randomness import keystream
 
 Words = Callable[[int], np.ndarray]
 """Function that returns the given number of uniform 64-bit words, fresh at every call."""
@@ -163,11 +164,7 @@ class _Table:
 
 def _words(rng: np.random.Generator) -> Words:
     """Return a source of uniform 64-bit words: ChaCha20, under a key that ``rng`` draws."""
-    from cryptography.hazmat.primitives.ciphers import Cipher
-    from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
-
-    # Counter and nonce start at zero, because every key is used once.
-    stream = Cipher(ChaCha20(rng.bytes(32), bytes(16)), mode=None).encryptor()
+    stream = keystream(rng.bytes(32))
     return lambda count: np.frombuffer(stream.update(bytes(8 * count)), dtype="<u8")
 
 

@@ -313,7 +313,7 @@ class ProtectedByServer(Protection):
 
 @dataclass(frozen=True)
 class ProtectedByTraining(Protection):
-    """Do not change the upload; the method's training has already added noise (DP-SGD)."""
+    """Do not change the upload; the training added noise, see ``dp_sgd`` of the `ClientMethod`."""
 
     bounds_uploads = False
     hides_failures = False  # as for `ClipSteps`

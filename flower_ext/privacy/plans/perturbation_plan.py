@@ -17,9 +17,9 @@ from flower_ext.privacy.mechanisms.round_mechanism import NoisedValue
 from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.upcycled_theorem import (
     LocalObjective,
-    epsilons,
+    clipped_model_sensitivity,
+    epsilons_by_client,
     perturbation_guarantees,
-    sensitivity,
 )
 
 
@@ -61,7 +61,7 @@ class PerturbationPlan(Checked, PlainAverage):
             proximal_weight=weight,
             distance_to_minimiser=max(tolerances, default=math.inf) / weight if exact else math.inf,
             rounding=self._rounding(run.sent),
-            memoryless=run.method.memoryless,
+            memoryless=run.method.updates_ignore_memory,
         )
 
     def _rounding(self, sent: Mapping[str, Any]) -> float:
@@ -101,8 +101,8 @@ class PerturbationPlan(Checked, PlainAverage):
         if not isinstance(perturbation, OutputPerturbation):
             return None
         sizes = run.num_examples.values()
-        moved = max((sensitivity(perturbation, objective, n) for n in sizes), default=math.inf)
-        stddev = perturbation.noise_stddev
+        moves = [clipped_model_sensitivity(perturbation, objective, n) for n in sizes]
+        moved, stddev = max(moves, default=math.inf), perturbation.noise_stddev
         return NoisedValue(
             clipping_norm=perturbation.clipping_norm,
             sensitivity=moved,
@@ -122,7 +122,8 @@ class PerturbationPlan(Checked, PlainAverage):
         The result has two numbers for the published ε, and two for the provable ε. It leaves out
         infinite numbers.
         """
-        by_client = epsilons(self.perturbation, self.objective_in(run), run, delta=self.delta)
+        objective = self.objective_in(run)
+        by_client = epsilons_by_client(self.perturbation, objective, run, delta=self.delta)
         columns = np.asarray(list(by_client.values()), dtype=np.float64).reshape(-1, 2).T
         spent = {}
         for basis, values in zip(("published", "provable"), columns, strict=True):

@@ -198,5 +198,5 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
                 "UldpAvg"
             )
         terms = self.terms()
-        clipping = terms.pop("clipping_norm")  # the mechanism computes its bound from each norm
-        return AdaptiveRelease(clipping=clipping, adaptive_norm=norm.initial, silos=silos, **terms)
+        del terms["clipping_norm"]  # the mechanism computes its bound from each norm
+        return AdaptiveRelease(clipping=norm, adaptive_norm=norm.initial_norm, silos=silos, **terms)

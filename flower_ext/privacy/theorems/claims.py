@@ -1,19 +1,25 @@
-"""A builder of the guarantees of one run, and the assumptions that several guarantees share."""
+"""A builder of the guarantees of one run, and the losses that several guarantees share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flower_ext.privacy.accounting.accountant import privacy_loss_of, with_approximation_error
 from flower_ext.privacy.accounting.events import Counts, PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.guarantee import Guarantee
-from flower_ext.privacy.mechanisms.noise import IMPROBABLE
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
+
+
+class DescribedLoss(NamedTuple):
+    """A privacy loss, and a description of how it arises, for a guarantee's ``source``."""
+
+    loss: PrivacyLoss
+    description: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +109,8 @@ def _under(relation: NeighboringRelation, releases: Counts | None) -> Counts | N
 
 def amplified_loss(
     mechanism: NoisedSum, participations: Participations, *, noise: float = 1.0
-) -> tuple[PrivacyLoss, str]:
-    """Return the loss to an adversary that does not know who was drawn, and a description.
+) -> DescribedLoss:
+    """Return the loss to an adversary that does not know who was drawn.
 
     ``noise`` is the part of the noise, as a fraction of its standard deviation, that protects what
     the adversary sees.
@@ -112,17 +118,18 @@ def amplified_loss(
     releases = mechanism.releases(participations).items()
     seen = [(release.with_noise(noise), count) for release, count in releases]
     multiplier = mechanism.noise_multiplier * noise
-    return privacy_loss_of(dict(seen), delta=mechanism.delta), (
+    return DescribedLoss(
+        privacy_loss_of(dict(seen), delta=mechanism.delta),
         f"{mechanism.sampling.describe()}, noise multiplier {multiplier:.4g}, "
         f"{participations.rounds} rounds{_answers(participations)}"
-        + (", sensitivity 2C" if mechanism.release.relation.sensitivity_factor == 2 else "")
+        + (", sensitivity 2C" if mechanism.release.relation.sensitivity_factor == 2 else ""),
     )
 
 
 def exposed_loss(
     mechanism: NoisedSum, participations: Participations, weight: float, *, noise: float = 1.0
-) -> tuple[PrivacyLoss, str]:
-    """Return the loss to an adversary that knows who was drawn, and a description.
+) -> DescribedLoss:
+    """Return the loss to an adversary that knows who was drawn.
 
     Sampling then amplifies nothing. ``weight`` belongs to the most exposed unit: the run reveals as
     much about this unit as ``weight`` sums, each with the unit's whole contribution and the whole
@@ -136,142 +143,8 @@ def exposed_loss(
         mechanism.delta,
     )
     exposed = f"most exposed {mechanism.unit.value}: loss of {weight:.4g} sums with the whole noise"
-    return loss, exposed + _answers(participations)
+    return DescribedLoss(loss, exposed + _answers(participations))
 
 
 def _answers(participations: Participations) -> str:
     return "".join(f", {n} sums of {query}" for query, n in participations.answers.items())
-
-
-def share_words(mechanism: NoisedSum, shares: str, *, uploads: str) -> tuple[str, str, str]:
-    """Return three texts on clients' shares of the noise, for descriptions of losses to the server.
-
-    The first names the number of shares that carry the whole noise: ``shares``, unless there is a
-    secure sum. The second ends the description of a loss from sums, and the third that of a loss
-    from uploads. ``uploads`` is the pronoun for these uploads, "it" or "them".
-    """
-    if mechanism.secure_sum is None:
-        return shares, "", ""
-    return "least answers", ", without the noise of colluders", f", if no mask hides {uploads}"
-
-
-def noise_assumption(secure: bool) -> str:
-    """Return the assumption about noise; ``secure`` is False if the noise comes from a seed."""
-    if secure:
-        return "noise from a cryptographic generator keyed by the operating system"
-    return "SIMULATION: noise is reproducible from the seed, which the clients receive"
-
-
-def draw_assumption(drawn: str, secure: bool) -> str:
-    """Return the assumption about the draw of cohorts or users.
-
-    ``drawn`` names what is drawn, and ``secure`` is False if the draw comes from a seed.
-    """
-    if secure:
-        return f"{drawn} are drawn by a cryptographic generator keyed by the operating system"
-    return f"SIMULATION: {drawn} are reproducible from the seed, which the clients receive"
-
-
-def grid_assumption(mechanism: NoisedSum) -> str:
-    """Return the assumption about noise in floating point, or about the noise of secure sums."""
-    if mechanism.secure_sum is None:
-        return ON_A_GRID
-    return (
-        "noise is discrete Gaussian on a public grid, and sums of its shares protect as a "
-        "continuous Gaussian does: proven up to a factor of 1 + 1e-120 in each probability "
-        "(privacy.mechanisms.discrete_gaussian)"
-    )
-
-
-def others_noise(mechanism: NoisedSum) -> tuple[str, ...]:
-    """Return the assumptions under which noise of the clients protects released models."""
-    none_of_them = (
-        "the adversary is none of the parties that add noise, because such a party could subtract "
-        "its own share"
-    )
-    if mechanism.secure_sum is not None:
-        return (none_of_them,)
-    return (
-        WHOLE_UPLOADS,
-        none_of_them,
-        "the server refuses no honest upload for its norm: for each upload, this fails with "
-        f"probability at most {IMPROBABLE:g}, which δ does not count",
-    )
-
-
-def of_secure_sum(mechanism: NoisedSum) -> tuple[str, ...]:
-    """Return the assumptions under which a secure sum hides single uploads from the server."""
-    sums, masked = mechanism.secure_sum, mechanism.masked
-    assert sums is not None
-    assert masked is not None
-    clients, parameters = mechanism.num_clients, masked.parameters
-    drawn = "" if parameters.members == clients else ", with probability at least 1 - 2^-40 a run"
-    honest = f", {parameters.honest_answers} of them from honest clients" if sums.signed else ""
-    return (
-        SIGNED_SUM if sums.signed else SECURE_SUM,
-        *(() if sums.resist_equivocation else (ONE_ANSWER,)),
-        f"at most {sums.colluders_among(clients)} of {clients} clients collude with the server (a "
-        f"fraction of {sums.colluding:.3g}), and these clients were fixed before cohorts and "
-        f"neighbours were drawn at random: then at most {parameters.colluders} of each cohort of "
-        f"{parameters.members} collude{drawn}; each client has {parameters.num_neighbors} "
-        f"neighbours, of whom {parameters.threshold} together could unmask its upload",
-        "the server sees who was asked, who took part and when, and sums of at least "
-        f"{parameters.least_answers} uploads{honest}",
-    )
-
-
-ON_A_GRID = (
-    "noise and the value that it protects are rounded to a public grid together, and the "
-    "generator's Gaussian is exact to the grid's resolution"
-)
-"""The assumption about Gaussian noise in floating point (see `privacy.mechanisms.noise`)."""
-NOT_PROVIDED = "which this run does not provide"
-"""Words in an assumption that nothing in the run enforces."""
-NO_SECURE_SUM = f"secure aggregation, {NOT_PROVIDED}: the server sees no upload"
-SECURE_SUM = (
-    "the server follows the protocol of secure aggregation, the keys in its messages reach the "
-    "clients unaltered, X25519, ChaCha20 and ChaCha20-Poly1305 are secure, and HKDF-SHA256 acts as "
-    "a random oracle"
-)
-SIGNED_SUM = (
-    "the server may lie, but the node config of each client sets sum-identity-key, and sets "
-    "sum-members to the identities of these clients, X25519, Ed25519, ChaCha20 and "
-    "ChaCha20-Poly1305 are secure, and HKDF-SHA256 acts as a random oracle"
-)
-ONE_ANSWER = (
-    "resist_equivocation is off: the server never tells some neighbours that a client answered and "
-    "other neighbours that this client was lost; by such a lie, it could see the client's upload"
-)
-"""The assumption about secure sums whose threshold is too low to prevent this lie."""
-HONEST_COUNTS = (
-    "all silos and the server follow the protocol: a silo or server that lies about counts voids ε "
-    "for the users of all silos, because the sum may then hold an update max_records_per_user times"
-)
-"""The assumption about weights that nobody can check, because they are secret."""
-WHOLE_UPLOADS = "uploads have single precision or wider, so that they add up on the grid"
-"""The assumption about sums of uploads to which clients have added the noise."""
-OWN_GRADIENTS = (
-    "each gradient that a step clips depends on one record alone, to the last bit, and model and "
-    "loss store nothing of a record: trials with usual and odd records, at each position of a pass "
-    "over a fixed number of records and beside various others, found no exception (evidence, not "
-    "proof)"
-)
-"""The assumption about the gradients of single records in DP-SGD."""
-AS_INSTRUCTED = "clients train, clip and add noise as instructed"
-PUBLIC_SIZES = "the planned rounds and each client's number of examples are public"
-LOADS = "no single record keeps a client from loading its data (Task.data)"
-"""The assumption that no single record decides whether a client answers."""
-OUTLIVES = (
-    "no client's process ends because of the client's data, for example by a crash in native code "
-    "or a lack of memory; an exception in Python does not end the process"
-)
-"""The assumption about failures that a client cannot hide, unlike an exception in training."""
-WHAT_REVEALS_A_DRAW = (
-    "the server's log and the run directory, except for the model, reveal the draw "
-    "(metrics.jsonl, missing.jsonl, ledger.jsonl, guarantee.json, clients.csv, use.json, "
-    "checkpoints, report and figures) and stay with the server"
-)
-HIDDEN_DRAW = (
-    "the adversary knows neither who was drawn nor how many were drawn: it is no client, because "
-    f"clients that are asked learn how many, and {WHAT_REVEALS_A_DRAW}"
-)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from flower_ext.errors import InvalidValue
@@ -16,22 +15,8 @@ from flower_ext.privacy.accounting.sampling import (
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.run_summary import RunSummary
-from flower_ext.privacy.theorems.claims import (
-    HIDDEN_DRAW,
-    NO_SECURE_SUM,
-    OUTLIVES,
-    WHAT_REVEALS_A_DRAW,
-    WHOLE_UPLOADS,
-    Claims,
-    amplified_loss,
-    draw_assumption,
-    exposed_loss,
-    grid_assumption,
-    noise_assumption,
-    of_secure_sum,
-    others_noise,
-    share_words,
-)
+from flower_ext.privacy.theorems import assumptions
+from flower_ext.privacy.theorems.claims import Claims, amplified_loss, exposed_loss
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation
 
 _MEMORY = (
@@ -79,9 +64,9 @@ def client_level_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guara
         assumptions=(
             "the population and the planned rounds are public",
             "clients' answers, and their absence, depend on no other client's data",
-            OUTLIVES,
-            grid_assumption(mechanism),
-            noise_assumption(run.secure_noise),
+            assumptions.OUTLIVES,
+            assumptions.of_grid(mechanism),
+            assumptions.of_noise(run.secure_noise),
             *(() if by_server else ("clients clip and add their share of noise",)),
             *mechanism.assumptions,
         ),
@@ -92,7 +77,7 @@ def client_level_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guara
     models = claims.provable(
         AdversaryView.RELEASED_MODELS,
         *amplified_loss(mechanism, participations),
-        *(() if by_server else others_noise(mechanism)),
+        *(() if by_server else assumptions.of_others_noise(mechanism)),
         *_hidden_cohorts(mechanism, run),
         "the server follows the protocol and keeps uploads to itself",
         relation=mechanism.release.relation,
@@ -106,19 +91,23 @@ def _against_server(
     """Return the guarantees against a server that sees sums, and one that sees each upload."""
     if mechanism.noised_by_server:
         nothing = replace(claims, assumptions=(), not_covered=())
-        loss = PrivacyLoss(epsilon=math.inf, delta=mechanism.delta, accountant="none")
+        loss = PrivacyLoss.unbounded(mechanism.delta)
         source = "the server adds the noise after it has seen the uploads"
         views = (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD)
         return [nothing.provable(view, loss, source) for view in views]
-    in_sums, of_sums = exposed_loss(mechanism, participations, participations.in_sums)
-    in_uploads, of_uploads = exposed_loss(mechanism, participations, participations.in_uploads)
-    shares, honest, unmasked = share_words(mechanism, "cohort", uploads="it")
-    single = f"noise multiplier σ/√{shares} of a single upload; {of_uploads}{unmasked}"
+    sums = exposed_loss(mechanism, participations, participations.in_sums)
+    uploads = exposed_loss(mechanism, participations, participations.in_uploads)
+    divisor, of_sums, of_uploads = assumptions.share_texts(mechanism, "cohort", uploads="it")
+    single = f"noise multiplier σ/√{divisor} of a single upload; {uploads.description}{of_uploads}"
     masked = mechanism.secure_sum is not None
-    hidden = of_secure_sum(mechanism) if masked else (WHOLE_UPLOADS, NO_SECURE_SUM)
+    hidden = (
+        assumptions.of_secure_sum(mechanism)
+        if masked
+        else (assumptions.WHOLE_UPLOADS, assumptions.NO_SECURE_SUM)
+    )
     return [
-        claims.provable(AdversaryView.SUM_ONLY, in_sums, of_sums + honest, *hidden),
-        claims.provable(AdversaryView.EACH_UPLOAD, in_uploads, single),
+        claims.provable(AdversaryView.SUM_ONLY, sums.loss, sums.description + of_sums, *hidden),
+        claims.provable(AdversaryView.EACH_UPLOAD, uploads.loss, single),
     ]
 
 
@@ -129,9 +118,9 @@ def _hidden_cohorts(mechanism: NoisedSum, run: RunSummary) -> tuple[str, ...]:
     """
     if isinstance(mechanism.sampling, FullParticipation | SpacedSampling):
         return ()
-    drawn = draw_assumption("cohorts", run.secure_cohorts)
+    drawn = assumptions.of_draw("cohorts", run.secure_cohorts)
     if not isinstance(mechanism.sampling, FixedSizeSampling):
-        return (HIDDEN_DRAW, drawn)
+        return (assumptions.HIDDEN_DRAW, drawn)
     # The size of a cohort is public.
-    hidden = f"the adversary does not know who was drawn: {WHAT_REVEALS_A_DRAW}"
+    hidden = f"the adversary does not know who was drawn: {assumptions.WHAT_REVEALS_A_DRAW}"
     return (hidden, drawn, *((_MEMORY,) if run.method.keeps_memory else ()))

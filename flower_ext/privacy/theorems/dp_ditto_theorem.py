@@ -46,16 +46,8 @@ from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.sampling import FullParticipation, Sampling
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.run_summary import RunSummary
-from flower_ext.privacy.theorems.claims import (
-    AS_INSTRUCTED,
-    LOADS,
-    ON_A_GRID,
-    OUTLIVES,
-    OWN_GRADIENTS,
-    PUBLIC_SIZES,
-    Claims,
-    noise_assumption,
-)
+from flower_ext.privacy.theorems import assumptions
+from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 LARGEST_WEIGHT = 2.0
@@ -204,15 +196,15 @@ def record_level_guarantees(terms: RecordLevelTerms, run: RunSummary) -> list[Gu
         relation=NeighboringRelation.REPLACE_ONE,
         delta=terms.delta,
         assumptions=(
-            AS_INSTRUCTED,
+            assumptions.AS_INSTRUCTED,
             "personal models, and all else that depends on a client's records, stay on the client",
-            PUBLIC_SIZES,
+            assumptions.PUBLIC_SIZES,
             "arithmetic in floating point stays within the margins of clipping",
-            *(() if steps is None else (OWN_GRADIENTS,)),
-            LOADS,
-            OUTLIVES,
-            ON_A_GRID,
-            noise_assumption(run.secure_noise),
+            *(() if steps is None else (assumptions.OWN_GRADIENTS,)),
+            assumptions.LOADS,
+            assumptions.OUTLIVES,
+            assumptions.ON_A_GRID,
+            assumptions.of_noise(run.secure_noise),
         ),
         not_covered=run.not_covered,
     )

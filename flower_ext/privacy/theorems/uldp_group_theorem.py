@@ -25,7 +25,8 @@ from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.group_privacy import DpSgd, group_loss
 from flower_ext.privacy.accounting.renyi import sampled_gaussian_renyi
 from flower_ext.privacy.guarantee import Condition, Guarantee
-from flower_ext.privacy.theorems.claims import OWN_GRADIENTS, Claims, noise_assumption
+from flower_ext.privacy.theorems import assumptions
+from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.theorems.uldp_theorem import OF_SILOS, user_claims
 from flower_ext.privacy.units import AdversaryView
 
@@ -53,8 +54,8 @@ def uldp_group_guarantees(
         "every round; which records are kept depends on that user's records alone",
         "the group size, the sampling rates and the numbers of steps are public",
         "every step samples each record independently, and the samples stay secret",
-        OWN_GRADIENTS,
-        noise_assumption(secure_noise),
+        assumptions.OWN_GRADIENTS,
+        assumptions.of_noise(secure_noise),
         not_covered=(
             "which records are kept, and the group size if it is the maximum or median of the "
             "users' numbers of records",

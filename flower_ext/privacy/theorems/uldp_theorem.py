@@ -46,37 +46,16 @@ from typing import Literal
 import numpy as np
 
 from flower_ext.checks import require_count, require_delta, require_positive
-from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of, with_approximation_error
-from flower_ext.privacy.accounting.events import PrivacyLoss, Release
+from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.group_privacy import DpSgd, group_loss
-from flower_ext.privacy.accounting.sampling import (
-    FixedSizeSampling,
-    FullParticipation,
-    PoissonSampling,
-)
+from flower_ext.privacy.accounting.sampling import FullParticipation
 from flower_ext.privacy.guarantee import Condition, Guarantee, epsilon_text
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
-from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import RunSummary, SumTerms
-from flower_ext.privacy.theorems.claims import (
-    HIDDEN_DRAW,
-    NOT_PROVIDED,
-    ON_A_GRID,
-    OUTLIVES,
-    SECURE_SUM,
-    WHOLE_UPLOADS,
-    Claims,
-    amplified_loss,
-    draw_assumption,
-    exposed_loss,
-    grid_assumption,
-    noise_assumption,
-    of_secure_sum,
-    others_noise,
-    share_words,
-)
+from flower_ext.privacy.theorems import assumptions
+from flower_ext.privacy.theorems.claims import Claims, DescribedLoss, amplified_loss, exposed_loss
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 Weighting = Literal["equal", "by-records"]
@@ -88,15 +67,17 @@ _OF_DATA = (
     "the numbers of users, silos and rounds are public",
     "users have the same id in every silo",
     "no user's records keep a silo from loading its data (Task.data)",
-    OUTLIVES,
+    assumptions.OUTLIVES,
 )
 OF_SILOS = (
     *_OF_DATA,
     "silos train, clip and add noise as instructed, and do not collude",
-    ON_A_GRID,
+    assumptions.ON_A_GRID,
 )
 _NOT_HELD = "ε covers only those of a user's records that no colluding silo holds"
-_NO_SECURE_SUM_OF_SILOS = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upload"
+_NO_SECURE_SUM_OF_SILOS = (
+    f"secure aggregation, {assumptions.NOT_PROVIDED}: the server sees no silo's upload"
+)
 """Assumption of guarantees about sums, if silos send their uploads without a secure sum."""
 
 
@@ -116,21 +97,21 @@ def _parties(mechanism: NoisedSum) -> tuple[str, ...]:
     if mechanism.secure_sum is None:
         return OF_SILOS
     rounding = "silos train, clip, round and add noise as instructed"
-    return (*_OF_DATA, rounding, grid_assumption(mechanism))
+    return (*_OF_DATA, rounding, assumptions.of_grid(mechanism))
 
 
 def _published_sum(mechanism: NoisedSum) -> tuple[str, ...]:
     """Return the assumptions of a theorem that counts the noise of all silos in a sum."""
     if mechanism.secure_sum is None:
         return (_NO_SECURE_SUM_OF_SILOS,)
-    return (SECURE_SUM, "silos do not collude with the server")
+    return (assumptions.SECURE_SUM, "silos do not collude with the server")
 
 
 def _hidden_sum(mechanism: NoisedSum, terms: SumTerms) -> tuple[str, ...]:
     """Return the assumptions under which the server sees sums and no single upload."""
     if mechanism.secure_sum is None:
-        return (WHOLE_UPLOADS, terms.secure_sum or _NO_SECURE_SUM_OF_SILOS)
-    return (*of_secure_sum(mechanism), _NOT_HELD)
+        return (assumptions.WHOLE_UPLOADS, terms.secure_sum or _NO_SECURE_SUM_OF_SILOS)
+    return (*assumptions.of_secure_sum(mechanism), _NOT_HELD)
 
 
 def _of_batches(one_by_one: Sequence[bool]) -> tuple[str, ...]:
@@ -186,7 +167,7 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
     claims = user_claims(
         delta,
         *_parties(mechanism),
-        noise_assumption(run.secure_noise),
+        assumptions.of_noise(run.secure_noise),
         not_covered=run.not_covered,
     )
     theorem_3 = claims.published(
@@ -206,7 +187,7 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
     uploads = claims.provable(AdversaryView.EACH_UPLOAD, loss, source)
     if mechanism.secure_sum is None:
         return [theorem_3, uploads]
-    hidden = (*of_secure_sum(mechanism), _NOT_HELD)
+    hidden = (*assumptions.of_secure_sum(mechanism), _NOT_HELD)
     return [theorem_3, claims.provable(AdversaryView.SUM_ONLY, loss, source, *hidden), uploads]
 
 
@@ -245,15 +226,13 @@ def uldp_avg_guarantees(
         "a user's weights depend on that user's records alone and sum to at most 1 over the silos",
         "a user's training uses that user's records and the model, and nothing of other users",
         *_of_batches(one_by_one),
-        noise_assumption(run.secure_noise),
+        assumptions.of_noise(run.secure_noise),
         *mechanism.assumptions,
         not_covered=run.not_covered,
     )
-    sums, uploads = _losses_to_server(mechanism, run, terms.hidden_draw is not None)
     losses = {
         AdversaryView.RELEASED_MODELS: amplified_loss(mechanism, run.participations),
-        AdversaryView.SUM_ONLY: sums,
-        AdversaryView.EACH_UPLOAD: uploads,
+        **_losses_to_server(mechanism, run, is_hidden=terms.hidden_draw is not None),
     }
     of_view = _assumptions_by_view(mechanism, run, terms)
     return [
@@ -278,13 +257,13 @@ def _assumptions_by_view(
     hidden_sample: tuple[str, ...] = ()
     if not isinstance(mechanism.sampling, FullParticipation):
         is_secret = run.secure_cohorts or terms.hidden_draw is not None
-        hidden_sample = (HIDDEN_DRAW, draw_assumption("sampled users", is_secret))
+        hidden_sample = (assumptions.HIDDEN_DRAW, assumptions.of_draw("sampled users", is_secret))
     from_server = () if terms.hidden_draw is None else (terms.hidden_draw,)
     return {
         AdversaryView.RELEASED_MODELS: (
             _two_numbers(mechanism.release, run.participations.rounds, mechanism.delta),
             "the server follows the protocol and keeps sums and uploads to itself",
-            *others_noise(mechanism),
+            *assumptions.of_others_noise(mechanism),
             *hidden_sample,
         ),
         AdversaryView.SUM_ONLY: (*_hidden_sum(mechanism, terms), *from_server),
@@ -293,40 +272,63 @@ def _assumptions_by_view(
 
 
 def _losses_to_server(
-    mechanism: NoisedSum, run: RunSummary, is_hidden: bool
-) -> tuple[tuple[PrivacyLoss, str], tuple[PrivacyLoss, str]]:
+    mechanism: NoisedSum, run: RunSummary, *, is_hidden: bool
+) -> Mapping[AdversaryView, DescribedLoss]:
     """Return a user's loss to a server that sees sums, and to a server that sees each upload.
 
-    A description follows each loss. ``is_hidden`` is True if the server does not know the sample.
+    ``is_hidden`` is True if the server does not know the sample.
     """
     masked = mechanism.masked
-    is_equal = run.method.weighting == "equal"
-    # For the accountant, one upload is a sum with less noise, so the same formulas hold.
     shares = (mechanism.silos or 1) if masked is None else masked.parameters.least_answers
-    of_upload = 1.0 if is_equal else 1 / math.sqrt(shares)
-    if is_hidden:
-        # A lying server can see a sum with the noise of honest silos only. With equal weights, a
-        # sum of fewer silos also holds less of a user, so ε does not grow.
-        part = 1.0 if is_equal else math.sqrt(mechanism.honest_noise)
-        sums, of_sums = amplified_loss(mechanism, run.participations, noise=part)
-        uploads, of_uploads = amplified_loss(mechanism, run.participations, noise=of_upload)
-    else:
-        # Releases with the whole weight of the most exposed user; see `Participations`.
-        in_sums = run.participations.in_sums
-        in_uploads = float(max(run.participations.uploads.values(), default=0))
-        if masked is None:
-            # The adversary may see refused uploads, too, and sums with too little noise count more.
-            in_sums = in_uploads = max(in_sums, in_uploads)
-        elif is_equal:  # collusion costs nothing (see the top of this module)
-            in_sums *= mechanism.honest_noise
-        sums, of_sums = exposed_loss(mechanism, run.participations, in_sums)
-        uploads, of_uploads = exposed_loss(
-            mechanism, run.participations, in_uploads, noise=of_upload
-        )
-    number, honest, unmasked = share_words(mechanism, "|S|", uploads="them")
-    of_share = "" if of_upload == 1 else f"/√{number}"
-    together = f"all uploads together: noise multiplier σ{of_share}; {of_uploads}{unmasked}"
-    return (sums, of_sums + honest), (uploads, together)
+    # For the accountant, one upload is a sum with less noise, so the same formulas hold.
+    upload_noise = 1.0 if run.method.weighting == "equal" else 1 / math.sqrt(shares)
+    losses = _losses_of_hidden_draw if is_hidden else _losses_of_known_draw
+    sums, uploads = losses(mechanism, run, upload_noise)
+    divisor, of_sums, of_uploads = assumptions.share_texts(mechanism, "|S|", uploads="them")
+    share = "" if upload_noise == 1 else f"/√{divisor}"
+    together = f"all uploads together: noise multiplier σ{share}; {uploads.description}{of_uploads}"
+    return {
+        AdversaryView.SUM_ONLY: DescribedLoss(sums.loss, sums.description + of_sums),
+        AdversaryView.EACH_UPLOAD: DescribedLoss(uploads.loss, together),
+    }
+
+
+def _losses_of_hidden_draw(
+    mechanism: NoisedSum, run: RunSummary, upload_noise: float
+) -> Sequence[DescribedLoss]:
+    """Return the losses by sums and by uploads to a server that does not know the sample.
+
+    ``upload_noise`` is the fraction of the noise's stddev that protects a user's uploads.
+    """
+    # A lying server can see a sum with the noise of honest silos only. With equal weights, a sum of
+    # fewer silos also holds less of a user, so ε does not grow.
+    is_equal = run.method.weighting == "equal"
+    sum_noise = 1.0 if is_equal else math.sqrt(mechanism.honest_noise)
+    return [
+        amplified_loss(mechanism, run.participations, noise=noise)
+        for noise in (sum_noise, upload_noise)
+    ]
+
+
+def _losses_of_known_draw(
+    mechanism: NoisedSum, run: RunSummary, upload_noise: float
+) -> Sequence[DescribedLoss]:
+    """Return the losses by sums and by uploads to a server that knows the sample.
+
+    ``upload_noise`` is as in `_losses_of_hidden_draw`.
+    """
+    # Releases with the whole weight of the most exposed user; see `Participations`.
+    in_sums = run.participations.in_sums
+    in_uploads = float(max(run.participations.uploads.values(), default=0))
+    if mechanism.masked is None:
+        # The adversary may see refused uploads, too, and sums with too little noise count more.
+        in_sums = in_uploads = max(in_sums, in_uploads)
+    elif run.method.weighting == "equal":  # collusion costs nothing (see the top of this module)
+        in_sums *= mechanism.honest_noise
+    return [
+        exposed_loss(mechanism, run.participations, in_sums),
+        exposed_loss(mechanism, run.participations, in_uploads, noise=upload_noise),
+    ]
 
 
 def drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
@@ -336,7 +338,7 @@ def drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
     against it, and it can subtract its own share of the noise. This ε counts every user as drawn in
     every round, because the server does not know the real draws.
     """
-    assert mechanism.masked is not None  # see `check_silos_can_draw`
+    assert mechanism.masked is not None  # see `uldp.plan_checks.check_silos_can_draw`
     parameters = mechanism.masked.parameters
     others = parameters.honest_answers - 1
     of_others = mechanism.noise_multiplier * math.sqrt(others / parameters.least_answers)
@@ -380,49 +382,17 @@ def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
     if isinstance(mechanism.sampling, FullParticipation):
         view, accountant, remark = AdversaryView.SUM_ONLY, "closed form (RDP)", ""
         epsilon = uldp_closed_form(noise_multiplier=sigma, rounds=rounds, delta=delta)
-        assumptions = _published_sum(mechanism)
+        of_view = _published_sum(mechanism)
     else:
         view, accountant, remark = AdversaryView.RELEASED_MODELS, "RDP", " and Remark 1"
         # The theorem covers no approximation error of a protocol, and no second upload of a user.
         release = replace(mechanism.release, noise_multiplier=sigma, approximation_error=0.0)
         epsilon = privacy_loss_of({release: rounds}, delta=delta, accountant="rdp").epsilon
-        assumptions = ("who was sampled stays secret",)
+        of_view = ("who was sampled stays secret",)
     return user_claims(delta).published(
         view,
         epsilon,
         accountant=accountant,
         source=f"Kato et al., Uldp-FL, Theorem 5{remark}",
-        assumptions=(*assumptions, *mechanism.assumptions),
+        assumptions=(*of_view, *mechanism.assumptions),
     )
-
-
-def sums_of_users(mechanism: RoundMechanism) -> NoisedSum:
-    """Return ``mechanism`` itself, or refuse it if the methods of Uldp-FL cannot train with it."""
-    if not isinstance(mechanism, NoisedSum):
-        raise InvalidValue(f"plan={type(mechanism).__name__}: expected a ReleasePlan for users")
-    if mechanism.noised_by_server:
-        raise InvalidValue(
-            "noise_placement='server' of the plan: expected 'client' or a SecureSum, because the "
-            "silos, which are the clients, add the noise"
-        )
-    if isinstance(mechanism.sampling, FixedSizeSampling):
-        raise InvalidValue(
-            f"sampling={mechanism.sampling!r} of the plan: expected FullParticipation or "
-            "PoissonSampling"
-        )
-    return mechanism
-
-
-def check_silos_can_draw(mechanism: NoisedSum) -> None:
-    """Require Poisson sampling and ``SecureSum(colluding=0)``, so that silos can draw in secret."""
-    if not isinstance(mechanism.sampling, PoissonSampling):
-        raise InvalidValue(
-            f"user_draw='silos' with sampling={mechanism.sampling!r}: expected PoissonSampling, "
-            "because silos draw every user independently"
-        )
-    if mechanism.secure_sum is None or mechanism.secure_sum.colluding:
-        raise InvalidValue(
-            f"user_draw='silos' with noise_placement={mechanism.noise_placement!r}: expected "
-            "SecureSum(colluding=0), because the server may see only sums, and a silo that "
-            "colludes with the server could tell it which users were drawn"
-        )

@@ -17,8 +17,8 @@ w̄                     model that the client received
 Theorem 6.2 assumes that one record moves a clipped model by at most τ/|D_i|. Nothing ensures that
 in general: models trained on two neighbouring data sets may lie at opposite ends of the ball of
 radius τ, 2τ apart. For the exact minimiser of a convex loss plus (μ/2)‖w − w̄‖² the distance is at
-most 2u₁/(|D_i|μ). `sensitivity` returns the smaller of the bounds that hold. The module returns
-guarantees in pairs: first the guarantee as published, then the provable one.
+most 2u₁/(|D_i|μ). `clipped_model_sensitivity` returns the smaller of the bounds that hold. The
+module returns guarantees in pairs: first the guarantee as published, then the provable one.
 """
 
 from __future__ import annotations
@@ -39,22 +39,15 @@ from flower_ext.privacy.mechanisms.protections import (
     Perturbation,
 )
 from flower_ext.privacy.run_summary import RunSummary
-from flower_ext.privacy.theorems.claims import (
-    AS_INSTRUCTED,
-    LOADS,
-    ON_A_GRID,
-    OUTLIVES,
-    PUBLIC_SIZES,
-    Claims,
-    noise_assumption,
-)
+from flower_ext.privacy.theorems import assumptions
+from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 _SOURCE = "Yin et al., Upcycled-FL, Theorem"
 NEGLIGIBLE_DISTANCE = 1e-8
 """Distance (L2) below which a minimiser counts as exact, since floating point allows no better."""
 _ROUNDINGS = 4
-"""Safety factor by which `sensitivity` multiplies the effect of rounding a model to its precision.
+"""Safety factor of `clipped_model_sensitivity` for the rounding of a model to its precision.
 
 A model is rounded once, before it is clipped in float64, and clipping does not enlarge the effect.
 """
@@ -236,7 +229,7 @@ def upcycled_theorem_6_3(
     return participations * epsilon
 
 
-def sensitivity(
+def clipped_model_sensitivity(
     perturbation: OutputPerturbation, objective: LocalObjective, num_examples: int | None
 ) -> float:
     """Return the largest L2 distance by which one record moves the clipped model, before noise.
@@ -251,7 +244,7 @@ def sensitivity(
     return min(2 * norm, stable + 2 * _ROUNDINGS * objective.rounding * norm)
 
 
-def epsilons(
+def epsilons_by_client(
     perturbation: Perturbation, objective: LocalObjective, run: RunSummary, *, delta: float
 ) -> dict[int, tuple[float, float]]:
     """Return the published ε and the provable ε of each client that the server asked.
@@ -274,7 +267,7 @@ def epsilons(
             published = upcycled_theorem_6_2(
                 perturbation, num_examples=size, participations=uploads, delta=delta
             )
-        moved = sensitivity(perturbation, objective, size)
+        moved = clipped_model_sensitivity(perturbation, objective, size)
         if moved == 0:  # no record can move the model, so it does not depend on the data
             return published, 0.0
         multiplier = perturbation.noise_stddev / moved
@@ -294,7 +287,7 @@ def perturbation_guarantees(
     Each ε is the largest of all clients; the text in ``source`` also gives the smallest and the
     mean.
     """
-    by_client = epsilons(perturbation, objective, run, delta=delta)
+    by_client = epsilons_by_client(perturbation, objective, run, delta=delta)
     if isinstance(perturbation, OutputPerturbation):
         return _output_guarantees(perturbation, objective, run, by_client, delta)
     return _objective_guarantees(objective, run, by_client)
@@ -311,7 +304,7 @@ def _output_guarantees(
     published, provable = _columns(by_client)
     sizes = [run.num_examples.get(client) for client in by_client]
     reason, conditions = _sensitivity_of_all(perturbation, objective, sizes)
-    claims = _claims(run, delta, arithmetic=ON_A_GRID)
+    claims = _claims(run, delta, arithmetic=assumptions.ON_A_GRID)
     largest = max(provable, default=0.0)
     return [
         claims.published(
@@ -383,14 +376,14 @@ def _claims(run: RunSummary, delta: float, *of_training: str, arithmetic: str) -
         relation=NeighboringRelation.REPLACE_ONE,
         delta=delta,
         assumptions=(
-            AS_INSTRUCTED,
+            assumptions.AS_INSTRUCTED,
             *of_training,
-            PUBLIC_SIZES,
+            assumptions.PUBLIC_SIZES,
             "bounds on the loss hold for every possible record",
-            LOADS,
-            OUTLIVES,
+            assumptions.LOADS,
+            assumptions.OUTLIVES,
             arithmetic,
-            noise_assumption(run.secure_noise),
+            assumptions.of_noise(run.secure_noise),
         ),
         not_covered=run.not_covered,
     )
@@ -401,7 +394,7 @@ def _sensitivity_of_all(
 ) -> tuple[str, tuple[Condition, ...]]:
     """Return Theorem 6.2's condition, after a text about the largest sensitivity of all clients."""
     tau = perturbation.clipping_norm
-    moves = [sensitivity(perturbation, objective, size) for size in sizes]
+    moves = [clipped_model_sensitivity(perturbation, objective, size) for size in sizes]
     text = f"sensitivity 2τ = {2 * tau:.4g}"
     if (largest := max(moves, default=2 * tau)) < 2 * tau:
         text = f"sensitivity 2u₁/(|D_i|μ), at most {largest:.4g}"

@@ -11,11 +11,11 @@ from dataclasses import dataclass, fields
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.aggregation.context import RoundContext
 from flower_ext.secure.aggregation.shamir import SHARE_BYTES
-from flower_ext.secure.labels import ADDED_BYTES, KEY_BYTES
+from flower_ext.secure.keys_and_ciphers import ENCRYPTION_OVERHEAD_BYTES, KEY_BYTES
 from flower_ext.secure.messages import ProtocolMessage
 
 IDENTITY_BYTES, SIGNATURE_BYTES = 32, 64
-SEALED_BYTES = 2 * SHARE_BYTES + ADDED_BYTES
+SEALED_BYTES = 2 * SHARE_BYTES + ENCRYPTION_OVERHEAD_BYTES
 HASH_BYTES = 32
 OF_SEED, OF_KEY = b"s", b"k"  # first byte of a revealed share: its kind
 REVEALED_BYTES = 1 + SHARE_BYTES

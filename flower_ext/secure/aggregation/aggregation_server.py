@@ -34,7 +34,7 @@ from flower_ext.secure.aggregation.mask_streams import (
     share_hash,
 )
 from flower_ext.secure.aggregation.shamir import combine
-from flower_ext.secure.labels import check_public, public_of
+from flower_ext.secure.keys_and_ciphers import check_public, public_of
 
 Answer: TypeAlias = Advert | SealedShares | MaskedInput | Revealed
 _STAGES: Mapping[type[Answer], str] = {

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.aggregation.aggregation_messages import IDENTITY_BYTES, key_pair
 from flower_ext.secure.aggregation.context import RoundContext
-from flower_ext.secure.labels import KEY_BYTES
+from flower_ext.secure.keys_and_ciphers import KEY_BYTES
 
 _DOMAIN = b"flower-ext secure sum identity 1"
 

@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from flower_ext.secure.labels import agreed, derive, keystream
+from flower_ext.privacy.randomness import keystream
+from flower_ext.secure.keys_and_ciphers import agreed, derive
 
 Residues: TypeAlias = NDArray[np.unsignedinteger[Any]]
 

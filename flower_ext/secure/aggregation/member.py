@@ -35,8 +35,8 @@ from flower_ext.secure.aggregation.mask_streams import (
     self_mask_key,
     share_hash,
 )
-from flower_ext.secure.aggregation.shamir import SHARE_BYTES, TokenBytes, field_value, split
-from flower_ext.secure.labels import KEY_BYTES, check_public, decrypt, encrypt, public_of
+from flower_ext.secure.aggregation.shamir import SHARE_BYTES, TokenBytes, field_value, split_secret
+from flower_ext.secure.keys_and_ciphers import KEY_BYTES, check_public, decrypt, encrypt, public_of
 
 
 class MemberStage(Enum):
@@ -97,14 +97,15 @@ class Member(JsonRecord):
         """Draw this round's secrets and return the public keys, for the server."""
         self._expect(MemberStage.NEW)
         self._check_signed(identities)
-        self.stage = MemberStage.ADVERTISED
-        self.mask_private, self.channel_private, self.seed = (
-            token_bytes(KEY_BYTES) for _ in range(3)
-        )
-        keys = self._public
+        mask_private, channel_private, seed = (token_bytes(KEY_BYTES) for _ in range(3))
+        keys = public_of(mask_private) + public_of(channel_private)
         if identities is not None:
             keys += identities.sign(self.context, self.index, keys)
-        return Advert(digest=self.context.digest, member=self.index, keys=keys)
+        advert = Advert(digest=self.context.digest, member=self.index, keys=keys)
+        # Only now, when no step can fail any more, may the member change.
+        self.stage, self.seed = MemberStage.ADVERTISED, seed
+        self.mask_private, self.channel_private = mask_private, channel_private
+        return advert
 
     def share(
         self,
@@ -144,8 +145,8 @@ class Member(JsonRecord):
         for public in halves:
             check_public(public)
         points = [other + 1 for other in sorted(keys)]
-        of_seed = split(self.seed, points, context.threshold, token_bytes)
-        of_key = split(self.mask_private, points, context.threshold, token_bytes)
+        of_seed = split_secret(self.seed, points, context.threshold, token_bytes)
+        of_key = split_secret(self.mask_private, points, context.threshold, token_bytes)
         sealed = {}
         for other in sorted(keys):
             key = self._channel_key(keys[other], sender=index, receiver=other)
@@ -206,8 +207,9 @@ class Member(JsonRecord):
             )
             # One member of each pair adds the mask and the other subtracts it, so it cancels.
             apply_mask(key, masked, subtract=other < self.index)
+        reply = MaskedInput(digest=context.digest, member=self.index, values=masked.tobytes())
         self._forget(stage=MemberStage.MASKED, held=held)
-        return MaskedInput(digest=context.digest, member=self.index, values=masked.tobytes())
+        return reply
 
     def unmask(self, request: UnmaskRequest) -> Revealed:
         """Return one share for each neighbour that sent shares to this member.

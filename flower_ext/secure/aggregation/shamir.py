@@ -14,7 +14,7 @@ _DRAWN_BYTES = 48  # 127 bits more than the prime, so remainders are within 2^-1
 TokenBytes = Callable[[int], bytes]
 
 
-def split(
+def split_secret(
     secret: bytes, points: Sequence[int], threshold: int, token_bytes: TokenBytes
 ) -> dict[int, bytes]:
     """Return one share of ``secret`` for each point; ``threshold`` shares suffice to rebuild it.

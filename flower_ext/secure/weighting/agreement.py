@@ -26,7 +26,7 @@ from typing import TypeAlias, TypeVar
 from flower_ext.checks import Checked, Count, Several
 from flower_ext.errors import InvalidValue
 from flower_ext.json_record import JsonRecord
-from flower_ext.secure.labels import ADDED_BYTES
+from flower_ext.secure.keys_and_ciphers import ENCRYPTION_OVERHEAD_BYTES
 from flower_ext.secure.messages import ProtocolMessage, check_later
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ BEGIN, KEYS, COUNT, DRAW = "begin", "keys", "count", "draw"
 SEEDING_SILO = 0
 """The silo that draws the silos' seed, and answers for all silos in a secret draw."""
 SEED_BYTES = 32
-SEALED_SEED_BYTES = SEED_BYTES + ADDED_BYTES
+SEALED_SEED_BYTES = SEED_BYTES + ENCRYPTION_OVERHEAD_BYTES
 NUMBER_BYTES = 8
 OFFER_BYTES = NUMBER_BYTES + 32  # a point of the oblivious transfer
 

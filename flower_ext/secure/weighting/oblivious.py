@@ -52,7 +52,7 @@ from nacl.bindings import (
 )
 
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.labels import KEY_BYTES, derive
+from flower_ext.secure.keys_and_ciphers import KEY_BYTES, derive
 from flower_ext.secure.pair_keys import uniform_residues
 from flower_ext.secure.threads import map_slices
 

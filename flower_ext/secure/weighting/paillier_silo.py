@@ -16,7 +16,7 @@ from gmpy2 import mpz
 from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue, ProtocolError
-from flower_ext.secure.labels import derive
+from flower_ext.secure.keys_and_ciphers import derive
 from flower_ext.secure.messages import check_length, pack_numbers
 from flower_ext.secure.pair_keys import uniform_residues
 from flower_ext.secure.threads import map_slices

@@ -9,7 +9,7 @@ from typing import ClassVar
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import AdversaryView
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
-from flower_ext.privacy.theorems.claims import HONEST_COUNTS
+from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
 from flower_ext.secure.weighting.paillier_server import PaillierServer
 from flower_ext.secure.weighting.paillier_settings import PaillierOptions, PaillierSettings
 from flower_ext.secure.weighting.paillier_silo import PaillierSilo

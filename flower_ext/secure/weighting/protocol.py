@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from flower_ext import plugins
 from flower_ext.checks import Checked, Several
 from flower_ext.errors import InvalidValue
-from flower_ext.plugins import how_to_install
 from flower_ext.privacy import AdversaryView, PoissonSampling
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.secure.weighting.agreement import PartySettings
@@ -138,7 +137,7 @@ def load_protocol(name: str) -> type[WeightingProtocol]:
         raise InvalidValue(
             f"protocol={name!r}: expected one of {', '.join(sorted(protocols()))}; if a separate "
             "package provides this protocol, install that package first: "
-            f"{how_to_install(f'flower-ext-{name}')}"
+            f"{plugins.how_to_install(f'flower-ext-{name}')}"
         )
     try:
         protocol: type[WeightingProtocol] = protocols()[name].load()

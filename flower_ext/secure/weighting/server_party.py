@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from numpy.typing import NDArray
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
-from flower_ext.secure.labels import check_public
+from flower_ext.secure.keys_and_ciphers import check_public
 from flower_ext.secure.messages import ProtocolMessage, check_length, unpack_numbers
 from flower_ext.secure.weighting.agreement import (
     BEGIN,

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.json_record import JsonRecord
-from flower_ext.secure.labels import KEY_BYTES, derive, public_of
+from flower_ext.secure.keys_and_ciphers import KEY_BYTES, derive, public_of
 from flower_ext.secure.messages import ProtocolMessage, check_length
 from flower_ext.secure.pair_keys import PairKeys
 from flower_ext.secure.weighting.agreement import (

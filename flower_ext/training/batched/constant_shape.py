@@ -7,8 +7,9 @@ shape and the positions in advance. The other jobs of a stack can then change on
 size of the stack, and the place of a model in it.
 
 * Each mini-batch is padded to a number of rows that follows from its job alone.
-* A stack has 4, 8, 16 or 32 models on a CPU, and 128 on an accelerator. Copies of a job fill the
-  free places. A model whose training has ended stays until the stack shrinks to a smaller size.
+* A stack has 4, 8, 16 or 32 models on a CPU, and 128 on an accelerator. The constructor of
+  `ConstantStack` fills free places with copies of the last job. When trainings have ended and the
+  stack shrinks, `ConstantStack.batches` fills free places with rows of the first job.
 * PyTorch rounds the last numbers of an array differently if they do not fill a register of the
   processor. Four models with eight rows each always fill the registers. Only one thread runs,
   because several threads would divide the arrays. No trial replaces this rule, because a trial
@@ -38,8 +39,9 @@ from flower_ext.training.batched.mapped import BY_CHANNEL
 from flower_ext.training.batched.stack import IGNORED, MiniBatches, Stack, jobs_that_fit
 from flower_ext.training.isolation import deterministic_kernels, products_are_reproducible
 from flower_ext.training.job import Job, LocalTraining
+from flower_ext.training.kind import TrainingKind
 from flower_ext.training.params import Params, clone
-from flower_ext.training.task import Task, TrainingKind
+from flower_ext.training.task import Task
 
 SIZES = (4, 8, 16, 32)
 """Possible numbers of models in a stack. A stack of 4 takes as long as 5 models that train one
@@ -168,7 +170,7 @@ class ConstantStack(Stack):
         return self._ended
 
     def batches(self) -> Iterator[MiniBatches]:
-        """Yield mini-batches of the jobs that still train; copies of job 0 fill the stack."""
+        """Yield mini-batches of the jobs that still train, padded to the size of the stack."""
         before = len(self.jobs)
         for x, y, counts in super().batches():
             self._end(slice(len(x), before))
@@ -182,10 +184,7 @@ class ConstantStack(Stack):
             self._ended[name][jobs] = weight[jobs]
 
     def _padded(self, part: Tensor, size: int) -> Tensor:
-        """Pad ``part`` from (jobs, batch, …) to (``size``, `_rows`, …).
-
-        Copies of a job's first row fill the job's rows, and copies of the first job fill the stack.
-        """
+        """Pad ``part`` from (jobs, batch, …) to (``size``, `_rows`, …), a job by its first row."""
         count, rows = part.shape[:2]
         padded = part.new_empty((size, self._rows, *part.shape[2:]))
         padded[:count, :rows], padded[:count, rows:] = part, part[:, :1]

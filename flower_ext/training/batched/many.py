@@ -43,11 +43,13 @@ from flower_ext.training.batched.constant_shape import (
 from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form, longest_first
 from flower_ext.training.batched.stack import Stacked
 from flower_ext.training.isolation import isolated
-from flower_ext.training.job import SGD, Job, LocalTraining, refusing_layer
+from flower_ext.training.job import SGD, Job, LocalTraining
+from flower_ext.training.kind import TrainingKind, kind_of
 from flower_ext.training.local import train
 from flower_ext.training.params import Params
 from flower_ext.training.problem import Linear, Proximal
-from flower_ext.training.task import Task, TrainingKind, kind_of
+from flower_ext.training.task import Task
+from flower_ext.training.trials.single_rows import refusing_layer
 from flower_ext.training.trials.trainings import (
     random_job,
     why_bits_differ,
@@ -276,7 +278,7 @@ def why_never_together(jobs: Sequence[Job]) -> str | None:
     if any(job.training.tolerance for job in jobs):
         return "tolerance is above 0, which asks for the exact minimiser"
     if any(job.training.optimizer != SGD for job in jobs):
-        return "the optimiser is not SGD"
+        return "the optimizer is not SGD"
     if any(type(term) not in (Proximal, Linear) for job in jobs for term in job.terms):
         return "the objective has a term other than Proximal and Linear"
     return None

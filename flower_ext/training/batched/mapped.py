@@ -9,7 +9,7 @@ That saves writing and reading the largest tensors of the computation.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -44,23 +44,24 @@ class Target:
 
 @dataclass
 class _Pass:
-    """State of one pass: gradient targets, random numbers, and ``sent``.
-
-    ``sent`` holds the names of parameters whose gradients the layers themselves add to the targets.
-    """
+    """State of one forward and backward pass."""
 
     targets: Mapping[str, Target]
+    """Targets of gradients, by the names of parameters."""
     draws: Draws | None
+    """Random numbers for dropout."""
     root: Tensor
+    """A tensor that requires a gradient, so that autograd calls the backward of `_Product`."""
     sent: set[str] = field(default_factory=set)
+    """Names of the parameters whose gradients the layers themselves add to the targets."""
 
-    def target(self, name: str) -> Target | None:
-        """Return the target, if any, to which the calling layer must add a parameter's gradient."""
-        if name in self.sent:
-            raise RuntimeError(f"parameter {name!r} is used twice")
-        if name in self.targets:
-            self.sent.add(name)
-        return self.targets.get(name)
+    def targets_of(self, layer: str) -> list[Target | None]:
+        """Return the targets, or None, to which a layer adds the gradients of weight and bias."""
+        names = [f"{layer}.{leaf}".lstrip(".") for leaf in ("weight", "bias")]
+        if used := self.sent.intersection(names):
+            raise RuntimeError(f"parameter {min(used)!r} is used twice")
+        self.sent.update(self.targets.keys() & names)
+        return [self.targets.get(name) for name in names]
 
 
 class MappedModel:
@@ -154,36 +155,34 @@ class MappedModel:
                 targets[name].add(slope)
 
     def _multiply(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
-        weight, bias = (self._pass.target(f"{name}.{p}".lstrip(".")) for p in ("weight", "bias"))
-        root = self._pass.root
+        root, targets = self._pass.root, self._pass.targets_of(name)
 
         def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             rows = x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
             # Make rows contiguous: products are slow if the matrices do not adjoin in memory.
-            y: Tensor = _Product.apply(root, rows.contiguous(), weight, bias, *both)  # type: ignore[no-untyped-call]
+            y: Tensor = _Product.apply(root, rows.contiguous(), weight, bias, *targets)  # type: ignore[no-untyped-call]
             return y.view(*x.shape[:-1], y.shape[-1])
 
-        both = weight, bias
         return _for_all_models(compute, x, layer.weight, layer.bias)
 
     def _multiply_patches(self, name: str, layer: nn.Conv2d, x: Tensor) -> Tensor:
         """Compute a convolution as the product of the images' patches and the kernels."""
         if x.dim() != 4:
             return nn.Conv2d.forward(layer, x)
-        weight, bias = (self._pass.target(f"{name}.{p}".lstrip(".")) for p in ("weight", "bias"))
-        root = self._pass.root
-        if weight is not None:
-            weight = Target(weight.tensor.flatten(2), weight.factor)
+        root, (weight_target, bias_target) = self._pass.root, self._pass.targets_of(name)
+        if weight_target is not None:
+            weight_target = replace(weight_target, tensor=weight_target.tensor.flatten(2))
 
-        def compute(x: Tensor, kernel: Tensor, added: Tensor | None) -> Tensor:
+        def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             patches = functional.unfold(
                 x.flatten(0, 1), layer.kernel_size, layer.dilation, _padding(layer), layer.stride
             )
             rows = patches.mT.reshape(len(x), -1, patches.shape[1])
-            y: Tensor = _Product.apply(root, rows, kernel.flatten(2), added, weight, bias)  # type: ignore[no-untyped-call]
+            kernels = weight.flatten(2)
+            y: Tensor = _Product.apply(root, rows, kernels, bias, weight_target, bias_target)  # type: ignore[no-untyped-call]
             size = layer.dilation[0] * (layer.kernel_size[0] - 1) + 1
             height = (x.shape[3] + 2 * _padding(layer)[0] - size) // layer.stride[0] + 1
-            return y.view(*x.shape[:2], height, -1, kernel.shape[1]).movedim(-1, 2)
+            return y.view(*x.shape[:2], height, -1, weight.shape[1]).movedim(-1, 2)
 
         return _for_all_models(compute, x, layer.weight, layer.bias)
 
@@ -246,10 +245,7 @@ class _ForAllModels(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """x Wᵀ + b, whose backward pass sends the gradients of W and b to their targets.
-
-    ``root`` is a tensor that requires a gradient. Without it, autograd would run no backward pass.
-    """
+    """x Wᵀ + b, whose backward pass adds the gradients of W and b to their targets."""
 
     @staticmethod
     def forward(
@@ -269,13 +265,13 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         # The product with W comes first, because a target may be W itself.
-        down = torch.bmm(slope, ctx.weight) if ctx.needs_input_grad[1] else None
-        weight, bias = ctx.targets
-        if weight is not None:
-            weight.add_product(slope.mT, ctx.x)
-        if bias is not None:
-            bias.add(slope.sum(dim=1))
-        return None, down, None, None, None, None
+        input_slope = torch.bmm(slope, ctx.weight) if ctx.needs_input_grad[1] else None
+        weight_target, bias_target = ctx.targets
+        if weight_target is not None:
+            weight_target.add_product(slope.mT, ctx.x)
+        if bias_target is not None:
+            bias_target.add(slope.sum(dim=1))
+        return None, input_slope, None, None, None, None
 
 
 def _convolve(layer: nn.Conv2d, x: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ from flower_ext.training.index_limits import usable_rows
 from flower_ext.training.isolation import attempted, draws_seed, seeded
 from flower_ext.training.job import Job
 from flower_ext.training.params import Params, clone
-from flower_ext.training.per_example import Parts
 from flower_ext.training.problem import LocalProblem, Term, gradient, local_problem
+from flower_ext.training.single_examples.layers import Parts
 from flower_ext.training.task import Task
 
 log = getLogger("flwr")

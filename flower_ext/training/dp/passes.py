@@ -1,9 +1,9 @@
 """Ways to find the gradient of every example of a batch, and the trials that choose among them.
 
 The fastest way is one pass over a batch. It gives the inputs and outputs of every layer, from which
-`per_example` computes the norm of each example's gradient, and the sum of the clipped gradients. On
-a CPU, a batch is divided into several passes that fit into the caches. If a model might mix
-examples, vmap or a loop computes each example's gradient.
+`single_examples.layers` computes the norm of each example's gradient, and the sum of the clipped
+gradients. On a CPU, a batch is divided into several passes that fit into the caches. If a model
+might mix examples, vmap or a loop computes each example's gradient.
 
 Libraries choose their kernels by the number of rows, so an example's gradient would be rounded
 differently if another example joined the pass. At the kink of a ReLU, such a difference in the last
@@ -31,19 +31,22 @@ from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.dp.control_flow import DecidedTests, ReadsValues, watched
+from flower_ext.training.kind import TrainingKind, kind_of
 from flower_ext.training.models.calls import call_model, call_with
+from flower_ext.training.models.dropout import WithoutDropout
 from flower_ext.training.params import Params, clone
-from flower_ext.training.per_example import GradientRows, Parts, gradients, is_known
-from flower_ext.training.problem import (
+from flower_ext.training.single_examples.alone import (
     ExampleLoss,
     gradient_alone,
     has_rows,
     loss_alone,
     model_of_single_examples,
 )
-from flower_ext.training.task import Task, TrainingKind, kind_of
-from flower_ext.training.trials.examples import BatchInvarianceTrial, why_not_one_by_one
-from flower_ext.training.trials.made_up_examples import deterministic, random_examples
+from flower_ext.training.single_examples.layers import GradientRows, Parts, gradients, is_known
+from flower_ext.training.task import Task
+from flower_ext.training.trials.examples_in_turn import why_not_one_by_one
+from flower_ext.training.trials.examples_together import BatchInvarianceTrial
+from flower_ext.training.trials.made_up_examples import random_examples
 
 log = getLogger("flwr")
 
@@ -154,7 +157,7 @@ class Passes:
         values still decide which operations the model runs, the error is `ReadsValues`.
         """
         x = random_examples(features, count, torch.Generator().manual_seed(0))
-        with deterministic():
+        with WithoutDropout():
             try:
                 self._watch(x)
             except ReadsValues:
@@ -203,11 +206,11 @@ def _fastest_way(
 ) -> tuple[Way, bool]:
     """Return the fastest way that trials allow, and `Passes.decides_tests`.
 
-    The way "in one pass" is excluded in five cases. `per_example` has no formula for a layer. A
-    layer gets a row for each patch or time, not for each example. The model uses a layer twice. The
-    model mixes examples. Or feature values decide which operations the model runs (`watched`).
-    Trials also exclude one pass, and then vmap, if bits of an example's gradient depend on the
-    example's place or on other examples.
+    The way "in one pass" is excluded in five cases. A layer has no formula in
+    `single_examples.layers`. A layer gets a row for each patch or time, not for each example. The
+    model uses a layer twice. The model mixes examples. Or feature values decide which operations
+    the model runs (`watched`). Trials also exclude one pass, and then vmap, if bits of an example's
+    gradient depend on the example's place or on other examples.
     """
     if reason := why_not_one_by_one(training_kind, names):
         raise InvalidValue.tellable(reason)

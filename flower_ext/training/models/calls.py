@@ -39,7 +39,7 @@ def call_with(model: nn.Module, params: Params, x: Tree) -> Any:
     def replaced(*given: Tree, **named: Tree) -> Any:
         return functional_call(model, params, given, named)
 
-    with _telling_types(params, x):
+    with _telling_types(model, params, x):
         return call_model(replaced, x)
 
 
@@ -52,7 +52,6 @@ class SettableModel:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._params: Params = {}
         names = {id(p): name for name, p in (*model.named_parameters(), *model.named_buffers())}
         # A module's dictionary, the key in it, and the tensor's name in the model.
         self._places: list[tuple[dict[str, Any], str, str]] = [
@@ -65,14 +64,13 @@ class SettableModel:
 
     def set_params(self, params: Params) -> None:
         """Use these tensors in all later calls. Names that ``params`` lacks keep their tensors."""
-        self._params = params
         for tensors, leaf, name in self._places:
             if name in params:
                 tensors[leaf] = params[name]
 
     def __call__(self, x: Tree) -> Any:
         """Call the model, with the tensors of the last `set_params`, on features ``x``."""
-        with _telling_types(self._params, x):
+        with _telling_types(self.model, {}, x):
             return call_model(self.model, x)
 
 
@@ -120,13 +118,14 @@ class UnlikeTypes(InvalidValue):
 
 
 @contextmanager
-def _telling_types(params: Params, x: Tree) -> Iterator[None]:
-    """Turn an error about types into `UnlikeTypes` if the types of ``x`` and ``params`` differ."""
+def _telling_types(model: nn.Module, params: Params, x: Tree) -> Iterator[None]:
+    """Turn an error about types into `UnlikeTypes` if ``x`` and the model have different types."""
     try:
         yield
     except RuntimeError as error:
-        types = {p.dtype for p in params.values() if p.is_floating_point()}
-        for name, leaf in trees.named("features", x) if "type" in str(error) else ():
+        used = {**dict(model.named_parameters()), **dict(model.named_buffers()), **params}
+        types = {tensor.dtype for tensor in used.values() if tensor.is_floating_point()}
+        for name, leaf in trees.named("features", x) if types and "type" in str(error) else ():
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype not in types:
                 kind = min(types, key=str)
                 raise UnlikeTypes(

@@ -1,4 +1,4 @@
-"""Dropout whose masks are the same for a model in a batch as for the model alone.
+"""Dropout whose masks are the same for a model in a batch as for the model alone, or no dropout.
 
 PyTorch draws masks from one generator that all models of a process share, so a model in a batch
 would get different masks than alone. PyTorch also takes 8 ns per number. In this module each
@@ -10,14 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 LEVELS = 2**16
 _LEAST = -(2**63)
 AT_A_TIME = 4
 """Number of 16-bit numbers in one 64-bit draw, the smallest draw."""
+_DROPPING = {
+    *(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d),
+    *(functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout),
+}
 
 
 class Dropout(nn.Dropout):
@@ -41,6 +48,23 @@ def own_dropout(model: nn.Module) -> nn.Module:
         if type(module) is nn.Dropout:
             module.__class__ = Dropout
     return model
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Switch off a model's random parts, such as dropout, so that repeated passes agree."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the function without its random part."""
+        kwargs = kwargs or {}
+        if func in _DROPPING:
+            return args[0] if args else kwargs["input"]
+        if func is functional.rrelu:
+            return functional.leaky_relu(args[0], 0.2)
+        if func is functional.scaled_dot_product_attention:
+            kwargs = {name: value for name, value in kwargs.items() if name != "dropout_p"}
+        return func(*args, **kwargs)
 
 
 class Draws:

@@ -9,13 +9,15 @@ finds no reason. None is evidence, not a proof.
 =====================  ====================================  ====================================
 module                 fault that its trials find            what the package then does
 =====================  ====================================  ====================================
-`examples`             A model remembers an example outside  `ClippedGradient` refuses the model.
+`examples_in_turn`     A model remembers an example outside  `ClippedGradient` refuses the model.
                        its buffers, or cannot learn from
                        one example alone.
-`examples`             An example's gradient in a batch      `dp.passes` computes the gradients
+`examples_together`    An example's gradient in a batch      `dp.passes` computes the gradients
                        differs from its gradient alone by    by vmap, or one by one.
                        more than rounding, or some of its
                        bits depend on other examples.
+`single_rows`          A model refuses a mini-batch with a   `local` lets the last mini-batches
+                       single row.                           share their rows.
 `trainings`            A training changes something that     The client refuses to train under a
                        a later training sees.                plan that promises privacy.
 `trainings`            A job that trains with others ends    `batched.many` trains the jobs in

@@ -7,31 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 
-TRIED = 3
+NUM_RANDOM_EXAMPLES = 3
 """Number of random examples whose own gradients a trial computes."""
-ODD = (math.nan, math.inf, -math.inf, 300.0, -300.0, 0.0)
+UNUSUAL_VALUES = (math.nan, math.inf, -math.inf, 300.0, -300.0, 0.0)
 """Unusual values, which may make a model treat all other examples differently."""
-_HIGHEST = (2, 3, 255, 10_000)
+_LARGEST_INTEGERS = (2, 3, 255, 10_000)
 """Largest integers of random features other than zeros and ones: 2 and 3 for marks such as
 padding, 255 for images, and 10,000 for counts."""
-_ODD_CLASSES = (-100, -1, 2, _HIGHEST[-1])
+_UNUSUAL_TARGETS = (-100, -1, 2, _LARGEST_INTEGERS[-1])
 """Targets for which a loss may store something; negative integers often mark missing labels."""
-
-
-_DROPPING = {
-    *(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d),
-    *(functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout),
-}
 
 
 def random_examples(features: Tree, count: int, generator: torch.Generator) -> Tree:
@@ -54,15 +45,15 @@ def random_examples(features: Tree, count: int, generator: torch.Generator) -> T
     return trees.mapped(draw, features)
 
 
-def with_odd_rows(examples: Tree, rows: int | slice, odd: float) -> Tree:
-    """Return a copy of examples in which the given ``rows`` consist of the value ``odd``.
+def with_unusual_rows(examples: Tree, rows: int | slice, value: float) -> Tree:
+    """Return a copy of examples in which the given ``rows`` consist of ``value``.
 
-    Tensors of integers get 1 instead, or 0 if ``odd`` is 0.
+    Tensors of integers get 1 instead, or 0 if ``value`` is 0.
     """
 
     def fill(leaf: Tensor) -> Tensor:
         leaf = leaf.clone()
-        leaf[rows] = odd if leaf.is_floating_point() else bool(odd)
+        leaf[rows] = value if leaf.is_floating_point() else bool(value)
         return leaf
 
     return trees.mapped(fill, examples)
@@ -78,14 +69,14 @@ def unlike_examples(
     row of each embedding table of the model. Use False on an accelerator, where looking up a number
     without a row ends the process.
     """
-    x = random_examples(features, TRIED, torch.Generator().manual_seed(0))
+    x = random_examples(features, NUM_RANDOM_EXAMPLES, torch.Generator().manual_seed(0))
     first, zero = trees.mapped(lambda leaf: leaf[:1], x), trees.zeros(targets, 1)
-    unlike_targets, unlike_features = [zero, _odd_examples(targets)], [x]
+    unlike_targets, unlike_features = [zero, _unusual_examples(targets)], [x]
     if integers:
         last_rows = {table.num_embeddings - 1 for table in _tables(model)}
-        unlike_targets += _with_odd_integers(zero, _ODD_CLASSES)
-        unlike_features += _with_odd_integers(first, (-1, *last_rows, _HIGHEST[-1]))
-    unlike_features.append(_odd_examples(features))
+        unlike_targets += _with_unusual_integers(zero, _UNUSUAL_TARGETS)
+        unlike_features += _with_unusual_integers(first, (-1, *last_rows, _LARGEST_INTEGERS[-1]))
+    unlike_features.append(_unusual_examples(features))
     pairs = [(_repeated(first, y), y) for y in unlike_targets]
     pairs += [(x, _repeated(zero, x)) for x in unlike_features]
     joined: tuple[Tree, Tree] = trees.mapped(lambda *leaves: torch.cat(leaves), *pairs)
@@ -122,7 +113,7 @@ def _ranges(dtype: torch.dtype, model: nn.Module) -> list[tuple[int, int]]:
     """Return ranges of integer features to try: pairs of the smallest and the largest integer."""
     if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
         return []
-    ranges = {(0, high) for high in _HIGHEST}
+    ranges = {(0, high) for high in _LARGEST_INTEGERS}
     for table in _tables(model):
         last, padding = table.num_embeddings - 1, table.padding_idx
         ranges |= {(0, last), (max(last - 1, 0), last)}
@@ -136,20 +127,20 @@ def _tables(model: nn.Module) -> Iterator[nn.Embedding | nn.EmbeddingBag]:
     return (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
 
 
-def _odd_examples(examples: Tree) -> Tree:
-    """Return one example for each value in `ODD`. The example consists of this value.
+def _unusual_examples(examples: Tree) -> Tree:
+    """Return one example for each value in `UNUSUAL_VALUES`. The example consists of this value.
 
     If examples have only integers, return one example of ones and one of zeros.
     """
-    odd = trees.zeros(examples, len(ODD))
-    for row, value in enumerate(ODD):
-        odd = with_odd_rows(odd, row, value)
+    unusual = trees.zeros(examples, len(UNUSUAL_VALUES))
+    for row, value in enumerate(UNUSUAL_VALUES):
+        unusual = with_unusual_rows(unusual, row, value)
     if any(leaf.is_floating_point() for leaf in trees.leaves(examples)):
-        return odd
-    return trees.mapped(lambda leaf: leaf[-2:], odd)
+        return unusual
+    return trees.mapped(lambda leaf: leaf[-2:], unusual)
 
 
-def _with_odd_integers(example: Tree, values: Sequence[int]) -> Iterator[Tree]:
+def _with_unusual_integers(example: Tree, values: Sequence[int]) -> Iterator[Tree]:
     """Yield copies of an example. In each, one tensor of integers consists of one of ``values``."""
     for leaf in trees.leaves(example):
         if leaf.dtype == torch.bool or leaf.is_floating_point() or leaf.is_complex():
@@ -165,20 +156,3 @@ def _repeated(example: Tree, like: Tree) -> Tree:
 
 def _replaced(x: Tree, former: Tensor, leaf: Tensor) -> Tree:
     return trees.mapped(lambda other: leaf if other is former else other, x)
-
-
-class deterministic(TorchFunctionMode):
-    """Switch off a model's random parts, such as dropout, so that repeated passes agree."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run the function without its random part."""
-        kwargs = kwargs or {}
-        if func in _DROPPING:
-            return args[0] if args else kwargs["input"]
-        if func is functional.rrelu:
-            return functional.leaky_relu(args[0], 0.2)
-        if func is functional.scaled_dot_product_attention:
-            kwargs = {name: value for name, value in kwargs.items() if name != "dropout_p"}
-        return func(*args, **kwargs)

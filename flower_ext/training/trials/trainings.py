@@ -22,15 +22,16 @@ from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.training.isolation import deterministic_kernels, seeded
 from flower_ext.training.job import Job, LocalTraining
+from flower_ext.training.kind import TrainingKind, kind_of
 from flower_ext.training.models.factory import in_training
 from flower_ext.training.params import Params, shaken
 from flower_ext.training.problem import Proximal
-from flower_ext.training.task import Task, TrainingKind, kind_of
+from flower_ext.training.task import Task
 from flower_ext.training.trials.made_up_examples import (
-    ODD,
+    UNUSUAL_VALUES,
     random_examples,
     unlike_examples,
-    with_odd_rows,
+    with_unusual_rows,
 )
 from flower_ext.training.trials.snapshots import (
     Observed,
@@ -205,13 +206,15 @@ def why_bits_differ(
 
     expected = models(range(count))
     # All features of every second job have one unusual value; only the other jobs are compared.
-    among_odd = models(range(count), [value for odd in ODD for value in (None, odd)])
-    beside_odd = {number: among_odd[number] for number in range(0, count, 2)}
-    for selection in (beside_odd, *map(models, selections)):
+    among_unusual = models(range(count), [v for value in UNUSUAL_VALUES for v in (None, value)])
+    beside_unusual = {number: among_unusual[number] for number in range(0, count, 2)}
+    for selection in (beside_unusual, *map(models, selections)):
         for number, model in selection.items():
             for name, weight in model.items():
                 if not torch.equal(weight, expected[number][name]):
-                    beside = "have unusual features" if selection is beside_odd else "are others"
+                    beside = (
+                        "have unusual features" if selection is beside_unusual else "are others"
+                    )
                     return f"bits of {name} change if the other jobs that train together {beside}"
     return None
 
@@ -220,7 +223,7 @@ def _with_settings(job: Job, training: LocalTraining, value: float | None, *, te
     """Return the job with other settings and weights, and with all features ``value`` if given."""
     features, targets = job.examples.features, job.examples.targets
     if value is not None:
-        features = with_odd_rows(features, slice(None), value)
+        features = with_unusual_rows(features, slice(None), value)
     return replace(
         job,
         params=shaken(job.params, job.generator),

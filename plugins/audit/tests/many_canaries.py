@@ -29,7 +29,7 @@ from flower_ext_audit.linear import BEYOND, HUGE, ONE_STEP, Turns
 SERVER: dict[str, Any] = {"noise_placement": "server"}
 MECHANISMS: dict[str, tuple[dict[str, Any], float]] = {
     "server noise": (SERVER, HUGE),
-    "adaptive clipping": (SERVER | {"clipping_norm": AdaptiveClipping(initial=1.0)}, HUGE),
+    "adaptive clipping": (SERVER | {"clipping_norm": AdaptiveClipping(initial_norm=1.0)}, HUGE),
     "secure sum": ({"noise_placement": SecureSum(colluding=0.0, dropouts=0.0)}, BEYOND),
 }
 """Options of the plan and the force of a canary, by mechanism."""

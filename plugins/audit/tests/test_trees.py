@@ -12,7 +12,7 @@ from flower_ext.privacy import AdversaryView
 from flower_ext.training import DpSgdTraining, Task
 from flower_ext.training.dp.dp_sgd import ClippedGradient
 from flower_ext.training.dp.passes import Passes
-from flower_ext.training.trials.examples import BatchInvarianceTrial
+from flower_ext.training.trials.examples_together import BatchInvarianceTrial
 from flower_ext_audit import Experiment, World, audit, projected
 from tests.support import planted_faults as faults
 from tests.support.grids import grid

@@ -32,6 +32,7 @@ from flower_ext.privacy import (
     Release,
     privacy_loss_of,
 )
+from flower_ext.privacy.account_entries import RESERVE
 
 _LEAST_DELTA = 1e-300
 
@@ -89,7 +90,7 @@ class PldAccountant:
         self._config, self._ledger = config, ledger
         self._releases: Counter[Release] = Counter()
         for entry in [] if ledger is None else Ledger.read(ledger.path):
-            if entry["kind"] == "reserve":
+            if entry["kind"] == RESERVE:
                 self._releases[self._checked(Release.from_dict(entry["release"]))] += 1
 
     @property

@@ -16,6 +16,10 @@ from flower_ext.errors import InvalidValue
 from flower_ext.files import read_toml
 
 _SKIPPED = shutil.ignore_patterns(".git", ".venv", "__pycache__", "runs", "*.pt", "*.npz")
+_USUAL_NAMES = frozenset(
+    {"arrays", "metrics", "config", "model", "update", "num-examples", "num_examples", "norm_bit"}
+)
+"""Names of records and metrics that hold no data."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class AppFolder:
 
     def shown(self, name: str) -> str:
         """Return ``name``, or "(a computed name)" for an unusual name that is no literal."""
-        return name if name in self.literals | _KNOWN else "(a computed name)"
+        return name if name in self.literals | _USUAL_NAMES else "(a computed name)"
 
     def component(self, side: str) -> Path | None:
         """Return the file that defines the ``"serverapp"`` or the ``"clientapp"``, if any."""
@@ -91,11 +95,6 @@ class AppFolder:
         return f"{type(error).__name__} at {':'.join(map(str, places[-1]))}"
 
 
-_KNOWN = frozenset(
-    {"arrays", "metrics", "config", "model", "update", "num-examples", "num_examples", "norm_bit"}
-)
-
-
 def calls(tree: ast.AST, name: str) -> Iterator[ast.Call]:
     """Yield the calls of the function or method ``name``, each before the calls inside it."""
     for node in ast.walk(tree):
@@ -106,7 +105,7 @@ def calls(tree: ast.AST, name: str) -> Iterator[ast.Call]:
             yield node
 
 
-def unpacked(app: Path, scratch: Path) -> AppFolder:
+def unpack(app: Path, scratch: Path) -> AppFolder:
     """Copy an app, which is a folder or a FAB, into a new folder; refuse any other path."""
     folder = scratch / "app"
     if app.is_file() and zipfile.is_zipfile(app):

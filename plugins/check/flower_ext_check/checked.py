@@ -1,4 +1,7 @@
-"""Check an app in this process. Call `answered` in a fork: an app may change or end its process."""
+"""Check an app in this process.
+
+Call `check_app` in a fork, because an app may change or end its process.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
 
 import torch
 from flwr.clientapp import ClientApp
@@ -20,9 +21,10 @@ from flower_ext_check import stand_in
 from flower_ext_check.app_folder import AppFolder
 from flower_ext_check.held_run import TRAIN
 from flower_ext_check.instruments import Instruments
+from flower_ext_check.judging import judge
 from flower_ext_check.probes import Probes, RunName
 from flower_ext_check.request import CheckRequest
-from flower_ext_check.verdict import verdict
+from flower_ext_check.verdict import Verdict
 
 _LONG = 5
 """If the first run takes more seconds than this, the user learns how long the check may take."""
@@ -33,8 +35,8 @@ class NotChecked(Exception):
     """The app could not be checked; the message says why and holds no data of the app."""
 
 
-def answered(request: CheckRequest) -> dict[str, Any]:
-    """Check an app in this process; return the verdict, or ``{"error": …}``.
+def check_app(request: CheckRequest) -> Verdict:
+    """Check an app in this process; raise `NotChecked` if the app fails.
 
     Whatever the app prints goes to a file that only the user may read.
     """
@@ -47,13 +49,10 @@ def answered(request: CheckRequest) -> dict[str, Any]:
     work.mkdir()
     os.chdir(work)
     sys.dont_write_bytecode = True
-    try:
-        return _verdict(request, tell=lambda text: os.write(screen, f"{text}\n".encode()))
-    except NotChecked as error:
-        return {"error": str(error)}
+    return _run_and_judge(request, tell=lambda text: os.write(screen, f"{text}\n".encode()))
 
 
-def _verdict(request: CheckRequest, *, tell: Callable[[str], object]) -> dict[str, Any]:
+def _run_and_judge(request: CheckRequest, *, tell: Callable[[str], object]) -> Verdict:
     """Run an app and return the verdict; raise `NotChecked` if the app fails.
 
     ``tell`` shows the user how long the check may take.
@@ -79,11 +78,11 @@ def _verdict(request: CheckRequest, *, tell: Callable[[str], object]) -> dict[st
             f"the app's first run crashed, or did not end in {request.seconds:g} s; if it needs "
             "longer, set --timeout"
         )
-    if real.ended or not real.answers(TRAIN):
-        reason = real.ended or (real.client_errors or ["no client sent a training reply"])[0]
+    if real.error or not real.successful_replies(TRAIN):
+        reason = real.error or (real.client_errors or ["no client sent a training reply"])[0]
         raise NotChecked(f"the app failed: {reason}{_advice(reason)}")
     probes.run_all()
-    return verdict(probes)
+    return judge(probes)
 
 
 def _loaded(app: AppFolder) -> tuple[ServerApp, ClientApp]:
@@ -107,9 +106,9 @@ def import_slow_modules() -> None:
     import dp_accounting  # noqa: F401
     import torch._dynamo  # noqa: F401
 
-    if (hugging_face := sys.modules.get("flower_ext.training.models.hugging_face")) is not None:
-        with suppress(Exception):  # the run says what is missing
-            hugging_face.libraries("")
+    if "flower_ext_language.hugging_face" in sys.modules:
+        import peft  # noqa: F401
+        import transformers  # noqa: F401
 
 
 def _advice(reason: str) -> str:

@@ -19,10 +19,10 @@ from flower_ext.errors import FlowerExtError
 from flower_ext.runs.app_settings import checked_settings
 from flower_ext.runs.page import to_markdown
 from flower_ext.runs.settings import clients_setting, num_nodes
-from flower_ext_check.app_folder import unpacked
+from flower_ext_check.app_folder import unpack
 from flower_ext_check.forks import in_fork
 from flower_ext_check.request import CheckRequest
-from flower_ext_check.stand_in import parsed_column
+from flower_ext_check.stand_in import parse_column
 
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -64,9 +64,9 @@ def check(
 
     Example: flower-ext check my-app --data random
     """
-    columns = dict(parsed_column(text) for text in column or [])
+    columns = dict(parse_column(text) for text in column or [])
     with signals_as_interrupts(), TemporaryDirectory(prefix="flower-ext-check-") as scratch:
-        folder = unpacked(app, Path(scratch).resolve())
+        folder = unpack(app, Path(scratch).resolve())
         defaults, changes = checked_settings(folder.path, settings or [])
         config = {**defaults, **changes}
         if (setting := clients_setting(config)) is not None and clients is not None:
@@ -83,16 +83,14 @@ def check(
             random_data=data == "random",
             columns=columns,
         )
-        result = in_fork(partial(_answered, request))
+        result = in_fork(partial(_verdict_or_reason, request))
         if result is None:
             raise AppFailed("the app ended the process in which the check ran it")
         if log is not None:
             shutil.copyfile(request.log, log)
             log.chmod(0o600)
-    if "error" in result:
-        raise AppFailed(
-            result["error"] + ("" if log else "; to keep what it printed, add --log FILE")
-        )
+    if isinstance(result, str):
+        raise AppFailed(result + ("" if log else "; to keep what it printed, add --log FILE"))
     if as_json:
         print(json.dumps(result, indent=1, ensure_ascii=False))
     else:
@@ -103,8 +101,17 @@ def check(
     raise typer.Exit(3 if result["unproven"] else 0)
 
 
-def _answered(request: CheckRequest) -> dict[str, Any]:
-    os.environ.update(_ENVIRONMENT)
-    from flower_ext_check.checked import answered  # imports PyTorch, which reads the environment
+def _verdict_or_reason(request: CheckRequest) -> dict[str, Any] | str:
+    """Check an app; return the verdict as JSON, or the reason why the app could not be checked.
 
-    return answered(request)
+    Call this function in a fork. It returns no `Verdict`, because this process would import PyTorch
+    only to receive it.
+    """
+    os.environ.update(_ENVIRONMENT)
+    # This import includes PyTorch, which reads the environment.
+    from flower_ext_check.checked import NotChecked, check_app
+
+    try:
+        return check_app(request).to_dict()
+    except NotChecked as error:
+        return str(error)

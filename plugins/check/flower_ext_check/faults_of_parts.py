@@ -6,10 +6,10 @@ from scipy.stats import binom
 
 from flower_ext.privacy import PrivacyUnit
 from flower_ext_check import recognise
-from flower_ext_check.findings import Findings
-from flower_ext_check.measured import LUCK
+from flower_ext_check.findings import Case, Findings
+from flower_ext_check.measured import ERROR_PROBABILITY
 from flower_ext_check.probes import Probes
-from flower_ext_check.recognise import APP, AppTraits
+from flower_ext_check.recognise import APP, AppTraits, Part
 
 _MODS_OF_STRATEGIES = {
     recognise.CLIENT_SIDE: recognise.FIXED_MOD,
@@ -21,58 +21,69 @@ def add_unknown_parts(traits: AppTraits, findings: Findings) -> None:
     """Find parts that this check does not know, so that it cannot prove anything about them."""
     for part in traits.strategies:
         if part.origin == APP:
-            findings.add("unknown-strategy", name=part.name)
-    if traits.foreign:
-        findings.add("foreign-parts", names=", ".join(traits.foreign))
+            findings.add(Case.UNKNOWN_STRATEGY, name=part.name)
+    if traits.replaced_parts:
+        findings.add(Case.FOREIGN_PARTS, names=", ".join(traits.replaced_parts))
     if not traits.strategies:
-        findings.add("unknown-loop")
+        findings.add(Case.UNKNOWN_LOOP)
     if traits.noise is None and not traits.guarantees:
-        findings.add("no-mechanism")
+        findings.add(Case.NO_MECHANISM)
     if any(map(traits.has, recognise.SECURE_SUM_MODS)):
-        findings.add("secure-sum")
+        findings.add(Case.SECURE_SUM)
 
 
 def add_wrong_parts(traits: AppTraits, findings: Findings) -> None:
     """Find strategies and mods whose parameters or order break the promised privacy."""
-    noise, local = traits.noise, traits.local
+    noise, local = traits.noise, traits.local_mod
     for strategy, mod in _MODS_OF_STRATEGIES.items():
         if traits.has(strategy) and not traits.has(mod):
-            findings.add("mod-missing", mod=mod)
+            findings.add(Case.MOD_MISSING, mod=mod)
     if traits.has(recognise.SERVER_ADAPTIVE) or traits.has(recognise.CLIENT_ADAPTIVE):
-        findings.add("adaptive-clipping")
+        findings.add(Case.ADAPTIVE_CLIPPING)
     if noise is not None and not (noise.release_stddev or any(noise.upload_stddev.values())):
-        findings.add("no-noise")
-    if traits.strategies and not traits.is_ours and noise is not None and noise.cohort:
+        findings.add(Case.NO_NOISE)
+    if traits.strategies and not traits.is_ours and noise is not None and noise.divisor:
         # Flower's private strategies wrap another. They bound a client's effect only on a mean.
         last = traits.strategies[-1]
         if last.origin == "flwr" and last.name not in recognise.AVERAGES:
-            findings.add("not-a-mean", name=last.name)
+            findings.add(Case.NOT_A_MEAN, name=last.name)
     if local and local["sensitivity"] < local["clipping_norm"]:
         sensitivity, norm = local["sensitivity"], local["clipping_norm"]
-        findings.add("sensitivity", sensitivity=sensitivity, clipping_norm=norm)
-    names = [part.name if part.origin != APP else "" for part in traits.mods]
-    places = [names.index(name) for name in recognise.PROTECTING_MODS if name in names]
-    first = min(places, default=len(names) if traits.has_task else 0)
-    protection = [*names, "the client side of flower_ext"][first]
-    for part in traits.mods[:first]:
-        if part.origin != "flwr" or part.name not in recognise.SILENT_MODS:
-            findings.add("mod-order", name=part.name, protection=protection)
+        findings.add(Case.SENSITIVITY, sensitivity=sensitivity, clipping_norm=norm)
+    _add_mods_before_protection(traits, findings)
     if traits.engines_per_client > 1:
-        findings.add("engine-restarts", times=traits.engines_per_client)
+        findings.add(Case.ENGINE_RESTARTS, times=traits.engines_per_client)
+
+
+def _add_mods_before_protection(traits: AppTraits, findings: Findings) -> None:
+    """Find mods that get an upload after its protection, because they stand before it."""
+    outer: list[Part] = []
+    for part in traits.mods:
+        if part.origin != APP and part.name in recognise.PROTECTING_MODS:
+            protection = part.name
+            break
+        outer.append(part)
+    else:
+        if not traits.has_task:
+            return  # nothing protects uploads on the client
+        protection = "the client side of flower_ext"  # inside all mods
+    for part in outer:
+        if part.origin != "flwr" or part.name not in recognise.SILENT_MODS:
+            findings.add(Case.MOD_ORDER, name=part.name, protection=protection)
 
 
 def add_uncounted_messages(probes: Probes, findings: Findings) -> None:
     """Find messages and runs that the guarantee does not count."""
-    real, traits, stated = probes.real, probes.traits, probes.traits.stated
+    real, traits, stated = probes.real, probes.traits, probes.traits.stated_guarantee
     if traits.strategies and real.outside_strategy:
-        findings.add("beside-the-strategy", kinds=", ".join(sorted(real.outside_strategy)))
-    if real.starts > 1:
-        findings.add("several-runs", starts=real.starts)
+        findings.add(Case.BESIDE_THE_STRATEGY, kinds=", ".join(sorted(real.outside_strategy)))
+    if real.strategy_starts > 1:
+        findings.add(Case.SEVERAL_RUNS, starts=real.strategy_starts)
     # If the plan draws users or records, no message shows which of them were drawn.
     if traits.mechanism.declared and stated is not None and stated.unit is PrivacyUnit.CLIENT:
         sampling, rounds = traits.mechanism.declared.release.sampling, real.rounds
-        requests = sum(map(len, real.trainings.values()))
+        requests = sum(map(len, real.cohorts.values()))
         draws = rounds * sampling.population
-        if binom.sf(requests - 1, draws, sampling.sampling_rate) < LUCK:
+        if binom.sf(requests - 1, draws, sampling.sampling_rate) < ERROR_PROBABILITY:
             described = sampling.describe()
-            findings.add("sampling", requests=requests, rounds=rounds, sampling=described)
+            findings.add(Case.SAMPLING, requests=requests, rounds=rounds, sampling=described)

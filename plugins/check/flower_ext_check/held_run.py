@@ -26,6 +26,7 @@ from flower_ext.federation.failures import CLIENT_APP_RAISED
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import ClipSteps, Protection
+from flower_ext.training import LocalTraining
 from flower_ext_check.vectors import direction, held_step
 from flower_ext_check.wrapping import Patch
 
@@ -36,7 +37,7 @@ _HUGE_CHANGES = ("huge", "heavy")
 HUGE, HEAVY = 1e4, 1000
 """Norm of a huge update, and factor on the metrics of a heavy one, such as its weight."""
 _SLOW = 1e-6
-"""Factor on the learning rate: the local steps become so small that only their noise shows."""
+"""Factor on the learning rate of slow steps."""
 TRAIN = "train"
 
 
@@ -46,7 +47,7 @@ class HeldRun:
 
     template: Mapping[str, RecordDict]
     """Content that the app's function returned in the first run, by category of messages."""
-    change: Change = ""
+    planned_change: Change = ""
     """Misbehaviour of the target, which is also called the changed client."""
     quiet: bool = False
     """If True, this package adds no noise, so that the run shows how an update is clipped."""
@@ -60,7 +61,11 @@ class HeldRun:
         """Return the functions of this package to replace, so that clients do not learn."""
         noises = ("add_gaussian", "gaussian", "add_discrete_gaussian") if self.quiet else ()
         return [
-            (upload, "result_hiding_failures", lambda run, work: run(self.work(work))),
+            (
+                upload,
+                "result_hiding_failures",
+                lambda run, work: run(self.keep_from_learning(work)),
+            ),
             (upload, "protected", self._protected),
             *((NoiseSource, name, partial(_without_noise, name)) for name in noises),
         ]
@@ -74,7 +79,8 @@ class HeldRun:
         category = category_of(message)
         content = deepcopy(self.template[category])
         if category == TRAIN:
-            change = self._change if self._kind == TRAIN else ""
+            # Messages that only look like training, such as a rehearsal, are answered unchanged.
+            change = self.current_change if self._kind == TRAIN else ""
             if change == "raise":
                 raise RuntimeError("the check lets this client fail")
             for name, record in content.array_records.items():
@@ -93,7 +99,7 @@ class HeldRun:
         `_protected` makes all other changes, such as a huge update, because the check cannot
         replace the training function of a client of this package.
         """
-        change = self._change
+        change = self.current_change
         if self._kind != TRAIN or change not in ("nan", "raise"):
             return reply
         if change == "raise" or not reply.has_content():
@@ -109,7 +115,7 @@ class HeldRun:
         """Protect a public update where a client of this package would protect its own.
 
         The client's own update stays if the noise is inside the training, or if the upload is a sum
-        over privacy units. `work` has then changed the client's records or training instead.
+        over privacy units. `keep_from_learning` has then changed the records or the training.
         """
         if not protection.hides_failures or isinstance(update, BoundedSum | HiddenSum):
             return protect(update, received, protection, noise)
@@ -117,14 +123,14 @@ class HeldRun:
         start = {name: np.zeros_like(part) for name, part in numbers.items()}
         if protection.bounds_models:
             start |= {name: np.asarray(received[name]) for name in numbers.keys() & received.keys()}
-        moved = moved_arrays(start, self._change)
+        moved = moved_arrays(start, self.current_change)
         public = {
             name: torch.as_tensor(moved[name]) if torch.is_tensor(part) else moved[name]
             for name, part in update.items()
         }
         return protect(public, received, protection, noise)
 
-    def work(self, work: ClientWork) -> ClientWork:
+    def keep_from_learning(self, work: ClientWork) -> ClientWork:
         """Return a client's work, changed so that the client does not learn from its data.
 
         * A client that protects its whole upload gets no data.
@@ -133,35 +139,34 @@ class HeldRun:
           huge first record.
         * In a run that shows one unit's influence, a client keeps the records of one unit.
         """
-        protection, phase, data = work.protection, work.method.upload_phase, work.data
+        protection, phase = work.protection, work.method.upload_phase
         if self.shows_unit(protection):
-            return self._of_one_unit(work)
+            return self._limit_to_one_unit(work)
         if protection.hides_failures:
             return replace(work, data=NO_DATA)
         if not isinstance(protection, ClipSteps) or phase is None:
             return work
-        none = {name: replace(t, epochs=0, steps=None) for name, t in work.training.items()}
-        training = work.training[phase]
-        if self.quiet:
-            size = min(training.batch_size, len(data.train))
-            training = replace(training, steps=1, batch_size=size)
-            examples = data.train.subset(range(size))
-            if self._change in _HUGE_CHANGES:
-                features = trees.mapped(_with_huge_record, examples.features)
-                examples = replace(examples, features=features)
-            data = replace(data, train=examples)
-        else:
-            training = replace(training, learning_rate=training.learning_rate * _SLOW)
-        return replace(work, training={**none, phase: training}, data=data)
+        return self._limit_to_one_step(work, phase) if self.quiet else _with_slow_steps(work, phase)
 
     def shows_unit(self, protection: Protection) -> bool:
         """Return True if one unit makes a huge update, to show how far this moves the result.
 
         Several clients may hold records of the unit.
         """
-        return protection.of_units and self.quiet and self.change in _HUGE_CHANGES
+        return protection.of_units and self.quiet and self.planned_change in _HUGE_CHANGES
 
-    def _of_one_unit(self, work: ClientWork) -> ClientWork:
+    def _limit_to_one_step(self, work: ClientWork, phase: str) -> ClientWork:
+        """Return work with a single local step; in a huge change, its first record is huge."""
+        training, data = work.training[phase], work.data
+        size = min(training.batch_size, len(data.train))
+        examples = data.train.subset(range(size))
+        if self.current_change in _HUGE_CHANGES:
+            features = trees.mapped(_with_huge_record, examples.features)
+            examples = replace(examples, features=features)
+        training = replace(training, steps=1, batch_size=size)
+        return replace(_with_one_phase(work, phase, training), data=replace(data, train=examples))
+
+    def _limit_to_one_unit(self, work: ClientWork) -> ClientWork:
         """Return work that takes a huge step on one unit's records; all clients use this unit."""
         data = work.data
         if not isinstance(data, SiloData) or not len(data.owners):
@@ -177,8 +182,9 @@ class HeldRun:
         return replace(work, data=data, training=phases)
 
     @property
-    def _change(self) -> Change:
-        return self.change if self.answering == self._target else ""
+    def current_change(self) -> Change:
+        """The misbehaviour of the client that answers; "" unless it is the target."""
+        return self.planned_change if self.answering == self._target else ""
 
 
 def category_of(message: Message) -> str:
@@ -193,6 +199,19 @@ def received_like(record: ArrayRecord, content: RecordDict) -> ArrayRecord | Non
         if shapes == {key: tuple(array.shape) for key, array in received.items()}:
             return received
     return None
+
+
+def _with_slow_steps(work: ClientWork, phase: str) -> ClientWork:
+    """Return work whose local steps are so small that only their noise shows."""
+    training = work.training[phase]
+    slow = replace(training, learning_rate=training.learning_rate * _SLOW)
+    return _with_one_phase(work, phase, slow)
+
+
+def _with_one_phase(work: ClientWork, phase: str, training: LocalTraining) -> ClientWork:
+    """Return work that trains in one phase only."""
+    skipped = {name: replace(t, epochs=0, steps=None) for name, t in work.training.items()}
+    return replace(work, training={**skipped, phase: training})
 
 
 def _moved(record: ArrayRecord, change: Change) -> ArrayRecord:

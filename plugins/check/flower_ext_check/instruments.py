@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,7 +33,7 @@ class Instruments:
     """Mods of each category of messages, the outermost first."""
     strategies: list[Strategy] = field(default_factory=list)
     """The strategy that runs the rounds, and the strategies that it wraps."""
-    begun: list[Strategy] = field(default_factory=list)
+    initial_strategies: list[Strategy] = field(default_factory=list)
     """Copies of ``strategies``, made before the first round."""
     engines: Counter[int] = field(default_factory=Counter)
     """Number of privacy engines of Opacus that each client made."""
@@ -72,7 +73,7 @@ class Instruments:
 
     def _inner(self, message: Message, context: Context, call_next: Any) -> Message:
         assert self.watch is not None
-        return self.watch.inner(message, context, call_next)
+        return self.watch.reply_inside_mods(message, context, call_next)
 
     def limit_rounds(self, rounds: int) -> None:
         """Make every strategy stop after ``rounds`` rounds, and record how many the app planned."""
@@ -81,11 +82,12 @@ class Instruments:
             kinds.extend(kind.__subclasses__())
         for kind in set(kinds):
             if "start" in vars(kind):
-                wrap(kind, "start", partial(self._limited, rounds))
+                wrap(kind, "start", partial(self._start_limited, rounds))
 
-    def _limited(
+    def _start_limited(
         self, rounds: int, start: Any, strategy: Strategy, *arguments: Any, **options: Any
     ) -> Any:
+        """Start a strategy for at most ``rounds`` rounds, unless another strategy started it."""
         watch = self.watch
         if watch is None or watch.in_strategy:
             return start(strategy, *arguments, **options)
@@ -98,22 +100,25 @@ class Instruments:
         )
         planned = int(named.get("num_rounds", 3))
         named["num_rounds"] = min(planned, rounds)
-        chain = chain_of(strategy)
-        halves = any(type(part) is Upcycled for part in chain)  # even rounds train nobody
-        watch.observed.planned += math.ceil(planned / 2) if halves else planned
-        watch.observed.starts += 1
+        self._note_start(watch, chain_of(strategy), planned)
+        watch.in_strategy = True
+        result = start(*call.args, **call.kwargs)
+        watch.in_strategy = False
+        if arrays := getattr(result, "arrays", None):
+            watch.note_model(array.numpy() for array in arrays.values())
+        return result
+
+    def _note_start(self, watch: Watch, chain: Sequence[Strategy], planned: int) -> None:
+        """Record the start of a strategy, with those that it wraps, for ``planned`` rounds."""
+        trains_in_odd_rounds = any(type(part) is Upcycled for part in chain)
+        watch.observed.planned_rounds += math.ceil(planned / 2) if trains_in_odd_rounds else planned
+        watch.observed.strategy_starts += 1
         for part in chain:
             if watch.held is not None and isinstance(part, FederatedStrategy):
                 # Skip evaluation: the check compares no scores of held runs.
                 part.run.options = replace(part.run.options, evaluate_every=0)
         self.strategies.extend(chain)
-        self.begun.extend(copy(part) for part in chain)
-        watch.in_strategy = True
-        result = start(*call.args, **call.kwargs)
-        watch.in_strategy = False
-        if arrays := getattr(result, "arrays", None):
-            watch.release(array.numpy() for array in arrays.values())
-        return result
+        self.initial_strategies.extend(copy(part) for part in chain)
 
     def count_engines(self) -> None:
         """Count the privacy engines of Opacus that each client makes.
@@ -122,9 +127,9 @@ class Instruments:
         """
         from opacus import PrivacyEngine
 
-        wrap(PrivacyEngine, "make_private", self._engine)
+        wrap(PrivacyEngine, "make_private", self._count_engine)
 
-    def _engine(self, make: Any, engine: Any, *arguments: Any, **options: Any) -> Any:
+    def _count_engine(self, make: Any, engine: Any, *arguments: Any, **options: Any) -> Any:
         if self.watch is not None:
             self.engines[self.watch.answering] += 1
         return make(engine, *arguments, **options)

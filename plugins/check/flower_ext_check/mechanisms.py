@@ -24,7 +24,7 @@ class Noise:
     """Standard deviation of the noise in a coordinate of the released mean; 0 if unknown."""
     upload_stddev: Mapping[int, float]
     """Standard deviation of an upload coordinate's noise, by cohort size; key 0: all others."""
-    cohort: float = 0.0
+    divisor: float = 0.0
     """Number by which the sum of updates is divided; 0 if unknown."""
     bounds_models: bool = False
     """True if clients clip models, so that two models differ by at most 2 ``clipping_norm``."""
@@ -53,12 +53,12 @@ class Declared:
     release: Release
     count: int
     """Number of such releases in the whole run."""
-    moves: float
+    sensitivity: float
     """Largest distance by which one unit moves the sum, upload or local step that is noised."""
     stddev: float
     """Standard deviation of the noise on that sum, upload or local step."""
-    besides: Mapping[Release, int] = field(default_factory=dict)
-    """Other releases of the run, and how often each is made. The check does not measure them."""
+    other_queries: Mapping[Release, int] = field(default_factory=dict)
+    """Releases of the run's queries, and how often each is made; the check measures none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Mechanism:
     """None if the stated ε does not follow from equal releases of Gaussian noise."""
     unmeasured: str = ""
     """The reason why the check cannot measure the noise; "" without such a reason."""
-    holds: bool = True
+    protects_public_update: bool = True
     """True if a held run protects a public update in place of each client's own."""
     of_units: bool = False
     """True if an upload is a sum over privacy units, and each unit's part is clipped by itself."""
@@ -83,7 +83,7 @@ def mechanism_of(strategy: FederatedStrategy, rounds: int) -> Mechanism:
     """Return the mechanism of a strategy that runs for ``rounds`` rounds."""
     run, mechanism, summary = strategy.run, strategy.run.mechanism, summary_of(strategy.run)
     if isinstance(mechanism, AdaptiveRelease):  # later rounds have other norms
-        mechanism = replace(mechanism, adaptive_norm=mechanism.clipping.initial)
+        mechanism = replace(mechanism, adaptive_norm=mechanism.clipping.initial_norm)
     sampling, protection = mechanism.sampling, mechanism.protection(summary, 1)
     sizes = range(1, min(sampling.population, _LARGEST_COHORT) + 1)
     values = [mechanism.noised_value(summary, size) for size in sizes]
@@ -95,8 +95,8 @@ def mechanism_of(strategy: FederatedStrategy, rounds: int) -> Mechanism:
                 "that a client minimises"
             )
         why = "" if mechanism.delta is None else f"{inside}, and no message shows it alone"
-        holds = protection is None or protection.hides_failures
-        return Mechanism(holds=holds, unmeasured=why)
+        in_upload = protection is None or protection.hides_failures
+        return Mechanism(protects_public_update=in_upload, unmeasured=why)
     release, count = mechanism.release, rounds * value.per_round
     uploads = {size: of.upload_stddev for size, of in zip(sizes, values, strict=True) if of}
     noise = Noise(clipping_norm=value.clipping_norm, upload_stddev=uploads)
@@ -110,15 +110,15 @@ def mechanism_of(strategy: FederatedStrategy, rounds: int) -> Mechanism:
         )
     else:
         cohort = sampling.expected_cohort_size
-        noise = replace(noise, release_stddev=value.stddev / cohort, cohort=cohort)
+        noise = replace(noise, release_stddev=value.stddev / cohort, divisor=cohort)
     is_spaced, declared = isinstance(mechanism, SpacedRelease), None
     if release is not None:
         declared = Declared(
             release=release,
             count=1 if is_spaced else count,  # all spaced rounds are one release
-            moves=value.sensitivity,
+            sensitivity=value.sensitivity,
             stddev=value.stddev,
-            besides={sums.release: sums.query.times for sums in run.query_sums},
+            other_queries={sums.release: sums.query.times for sums in run.query_sums},
         )
     return Mechanism(
         noise=noise,

@@ -35,7 +35,7 @@ from flower_ext.training import Task
 from flower_ext_check.app_folder import AppFolder
 from flower_ext_check.held_run import TRAIN, HeldRun, category_of, received_like
 from flower_ext_check.observed import Observed, Reply
-from flower_ext_check.vectors import Vector, vector
+from flower_ext_check.vectors import Vector, summarize
 from flower_ext_check.wrapping import Patch, wrap
 
 _LEARNERS = 20
@@ -62,29 +62,29 @@ class Watch:
     answering: int = -1
     _turns: dict[int, int] = field(default_factory=dict)
 
-    def ask(self, messages: Sequence[Message], partitions: tuple[int, ...]) -> None:
+    def note_requests(self, messages: Sequence[Message], partitions: tuple[int, ...]) -> None:
         """Record messages for the clients ``partitions``, before these clients answer them."""
         if not messages:
             return
-        first, trainings = messages[0], self.observed.trainings
+        first, cohorts = messages[0], self.observed.cohorts
         kind = self.kind = _kind(first)
         # A round of a secure sum has several batches, all of one group.
-        group = first.metadata.group_id or f"batch {len(trainings)}"
-        is_new = kind == TRAIN and group not in trainings
-        if is_new and len(trainings) >= self.rounds and not self.in_strategy:
+        group = first.metadata.group_id or f"batch {len(cohorts)}"
+        is_new = kind == TRAIN and group not in cohorts
+        if is_new and len(cohorts) >= self.rounds and not self.in_strategy:
             raise Enough
         if not self.in_strategy:
             self.observed.outside_strategy.add(kind)
         if kind in (TRAIN, "evaluate") and all(_same(m.content, first.content) for m in messages):
-            self.release(_arrays(first.content).values())
+            self.note_model(_arrays(first.content).values())
         if self.held is not None:
             self.held.begin(kind, target=partitions[0])
         if kind == TRAIN:
-            trainings.setdefault(group, partitions)
+            cohorts.setdefault(group, partitions)
 
-    def release(self, arrays: Iterable[np.ndarray]) -> None:
+    def note_model(self, arrays: Iterable[np.ndarray]) -> None:
         """Record a model that the server released, unless it equals the last recorded model."""
-        known, sent = self.observed.releases, vector(arrays)
+        known, sent = self.observed.releases, summarize(arrays)
         if sent is None or (known and known[-1].size != sent.size):
             return
         if not known or not np.array_equal(known[-1].sample, sent.sample, equal_nan=True):
@@ -110,10 +110,10 @@ class Watch:
         message.content = content
         if is_ours and self.held is not None:
             reply = self.held.changed_reply(message, reply)
-        self.note(message, reply, partition)
+        self.note_reply(message, reply, partition)
         return reply
 
-    def inner(self, message: Message, context: Context, call_next: Any) -> Message:
+    def reply_inside_mods(self, message: Message, context: Context, call_next: Any) -> Message:
         """Return a client's reply as it is before any mod of the app sees it.
 
         The app's function makes the reply. In a held run, `HeldRun` makes it.
@@ -129,9 +129,13 @@ class Watch:
     def patches(self) -> list[Patch]:
         """Return the functions of this package to replace in this run."""
         held = [] if self.held is None else self.held.patches()
-        return [(preparing, "checked_data", self._data), (Round, "close", self._closed), *held]
+        return [
+            (preparing, "checked_data", self._load_or_withhold_data),
+            (Round, "close", self._close_and_note_mean),
+            *held,
+        ]
 
-    def _data(
+    def _load_or_withhold_data(
         self, load: Callable[..., ClientData], task: Task, request: ClientRequest, partition: int
     ) -> ClientData:
         """Return a client's data, or no data if the client must train without.
@@ -146,16 +150,18 @@ class Watch:
             return NO_DATA
         return load(task, request, partition)
 
-    def _closed(self, close: Callable[..., Any], round: Round, replies: Any, **options: Any) -> Any:
+    def _close_and_note_mean(
+        self, close: Callable[..., Any], round: Round, replies: Any, **options: Any
+    ) -> Any:
         """Record the mean that a round of a strategy of this package releases."""
         mean = close(round, replies, **options)
         if mean is not None and round.kind == TRAIN:
-            arrays = vector(np.asarray(array) for array in mean.value.values())
-            if arrays is not None:
-                self.observed.means[self.observed.rounds] = arrays
+            summary = summarize(np.asarray(array) for array in mean.value.values())
+            if summary is not None:
+                self.observed.means[self.observed.rounds] = summary
         return mean
 
-    def note(self, message: Message, reply: Message, partition: int) -> None:
+    def note_reply(self, message: Message, reply: Message, partition: int) -> None:
         """Record what a client sent."""
         content = reply.content if reply.has_content() else RecordDict()
         metrics = {
@@ -199,7 +205,7 @@ class WatchedGrid(InProcessGrid):
         return list(super().send_and_receive(messages, timeout=timeout))
 
     def _note(self, messages: Sequence[Message]) -> None:
-        self.watch.ask(messages, tuple(map(_partition, self._receivers(messages))))
+        self.watch.note_requests(messages, tuple(map(_partition, self._receivers(messages))))
 
     def _receivers(self, messages: Sequence[Message]) -> list[Context]:
         return [self.contexts[message.metadata.dst_node_id] for message in messages]
@@ -212,7 +218,7 @@ class WatchedGrid(InProcessGrid):
             return [self.watch.answer(self.app, *pair) for pair in pairs]
         replies = super()._answer_here(messages)
         for message, reply, context in zip(messages, replies, contexts, strict=True):
-            self.watch.note(message, reply, _partition(context))
+            self.watch.note_reply(message, reply, _partition(context))
         return replies
 
 
@@ -235,7 +241,7 @@ def observe(
         pass
     except BaseException as error:  # also SystemExit of the app
         if not isinstance(error.__context__, Enough):
-            watch.observed.ended = watch.app.described(error)
+            watch.observed.error = watch.app.described(error)
             traceback.print_exc()
     return watch.observed
 
@@ -304,4 +310,4 @@ def _upload(received: RecordDict, sent: RecordDict) -> Vector | None:
                 for key, array in arrays.items()
                 if array.dtype.kind == "f"
             )
-    return vector(differences)
+    return summarize(differences)

@@ -35,25 +35,28 @@ class Reply:
 class Observed:
     """Everything that one run showed."""
 
-    trainings: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """For each training round, the partitions to which its first batch of messages went."""
+    cohorts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """For each training round, the partitions to which its first batch of messages went.
+
+    The keys are the group ids of the messages, in the order of the rounds.
+    """
     outside_strategy: set[str] = field(default_factory=set)
     """Kinds of messages that the app sent while no strategy ran the rounds."""
-    starts: int = 0
+    strategy_starts: int = 0
     replies: list[Reply] = field(default_factory=list)
     releases: list[Vector] = field(default_factory=list)
     """The initial model, and each model that followed it."""
     means: dict[int, Vector] = field(default_factory=dict)
     """For each training round, the mean from which a strategy of this package makes the model."""
-    planned: int = 0
+    planned_rounds: int = 0
     """Number of training rounds for which strategies were started."""
-    ended: str = ""
-    """Type and place of the error that ended the run."""
+    error: str = ""
+    """Type and place of the error that ended the run; "" if none did."""
     client_errors: list[str] = field(default_factory=list)
     template: dict[str, RecordDict] = field(default_factory=dict)
     log: str = ""
 
-    def answers(self, kind: str) -> list[Reply]:
+    def successful_replies(self, kind: str) -> list[Reply]:
         """Return the replies to messages of a kind, except errors."""
         return [reply for reply in self.replies if reply.kind == kind and not reply.error]
 
@@ -65,17 +68,17 @@ class Observed:
             if reply.kind == TRAIN and reply.round == round and reply.upload is not None
         }
 
-    def target(self, round: int) -> int:
+    def changed_client(self, round: int) -> int:
         """Return the partition of the client that may be changed in a held run; −1 if none is."""
         return next(iter(self.cohort(round)), -1)
 
-    def target_upload(self, round: int) -> Vector | None:
+    def changed_upload(self, round: int) -> Vector | None:
         """Return the upload of the client that the check may change in this round of a held run."""
-        return self.uploads(round).get(self.target(round))
+        return self.uploads(round).get(self.changed_client(round))
 
     def cohort(self, round: int) -> tuple[int, ...]:
         """Return the partitions that got a message in a training round."""
-        return [*self.trainings.values(), ()][min(round - 1, self.rounds)]
+        return [*self.cohorts.values()][round - 1] if round <= self.rounds else ()
 
     def step(self, round: int) -> Vector | None:
         """Return the step of the model in a training round; None if it is not known or not finite.
@@ -91,10 +94,10 @@ class Observed:
     @property
     def rounds(self) -> int:
         """Number of training rounds."""
-        return len(self.trainings)
+        return len(self.cohorts)
 
     @property
-    def unreleased(self) -> int:
+    def rounds_without_model(self) -> int:
         """Number of training rounds that left the model unchanged.
 
         Rounds that ask no client are not counted.

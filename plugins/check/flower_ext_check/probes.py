@@ -17,20 +17,24 @@ from flower_ext_check.observe import Watch, observe
 from flower_ext_check.observed import Observed
 from flower_ext_check.recognise import AppTraits, traits_of
 from flower_ext_check.request import CheckRequest
-from flower_ext_check.vectors import HELD, Vector
+from flower_ext_check.vectors import HELD_NORM, Vector
 
 
 class RunName(StrEnum):
-    """The runs of one check."""
+    """The runs of one check.
+
+    Clients learn only in the run ``REAL``. All other runs are held (see `held_run`). In ``HELD``
+    and ``OTHER_SEED``, no client is changed. Other names say what the changed client does.
+    """
 
     REAL = "real"
-    AGAIN = "again"
-    OTHER = "other"
+    HELD = "held"
+    OTHER_SEED = "other seed"
     QUIET = "quiet"
     NAN = "nan"
     RAISE = "raise"
     HUGE = "huge"
-    HUGE_OTHER = "huge, other"
+    HUGE_OTHER_SEED = "huge, other seed"
     HEAVY = "heavy"
     ZERO = "zero"
 
@@ -49,20 +53,17 @@ class Probe:
 
 RUNS = {
     RunName.REAL: Probe(seed=1),
-    RunName.AGAIN: Probe(seed=1),
-    RunName.OTHER: Probe(seed=2),
+    RunName.HELD: Probe(seed=1),
+    RunName.OTHER_SEED: Probe(seed=2),
     RunName.NAN: Probe(seed=1, change="nan"),
     RunName.RAISE: Probe(seed=1, change="raise"),
     RunName.QUIET: Probe(seed=1, quiet=True),
     RunName.HUGE: Probe(seed=1, change="huge", quiet=True),
-    RunName.HUGE_OTHER: Probe(seed=2, change="huge", for_tasks=False),
+    RunName.HUGE_OTHER_SEED: Probe(seed=2, change="huge", for_tasks=False),
     RunName.HEAVY: Probe(seed=1, change="heavy", quiet=True, for_tasks=False),
     RunName.ZERO: Probe(seed=1, change="zero", for_tasks=False),
 }
-"""All runs, in the order in which a check makes them.
-
-Clients learn only in the first, `RunName.REAL`. All others are held (`HeldRun`).
-"""
+"""All runs, in the order in which a check makes them."""
 
 
 @dataclass(kw_only=True)
@@ -96,7 +97,7 @@ class Probes:
         held = (
             None
             if real is None
-            else HeldRun(template=real.template, change=probe.change, quiet=probe.quiet)
+            else HeldRun(template=real.template, planned_change=probe.change, quiet=probe.quiet)
         )
         watch = Watch(app=self.app, seed=probe.seed, rounds=request.rounds, held=held)
         self.instruments.watch = watch
@@ -124,12 +125,12 @@ class Probes:
 
         Either quiet runs have no noise, or all runs with the same seed have the same noise.
         """
-        one, other = self.runs.get(RunName.AGAIN), self.runs.get(RunName.QUIET)
+        one, other = self.runs.get(RunName.HELD), self.runs.get(RunName.QUIET)
         if one is None or other is None or len(one.releases) != len(other.releases):
             return False
         ones, others = one.uploads(1), other.uploads(1)
         steps: list[Vector | None] = [*others.values()] or [other.step(1)]
-        if all(step is not None and step.norm <= 2 * HELD for step in steps):
+        if all(step is not None and step.norm <= 2 * HELD_NORM for step in steps):
             return True
         return ones.keys() == others.keys() and all(
             np.array_equal(left.sample, right.sample)

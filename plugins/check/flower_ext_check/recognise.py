@@ -74,30 +74,31 @@ class AppTraits:
     has_task: bool
     """True if a `Task` of this package made the ClientApp."""
     noise: Noise | None
-    release: Release | None
+    flower_release: Release | None
     """One round of Flower's mechanism; None if it adds no noise, or if the app does not use it."""
     mechanism: Mechanism
     """The mechanism of this package's strategy; a `Mechanism` without noise if there is none."""
-    foreign: Sequence[str]
+    replaced_parts: Sequence[str]
     """Parts of a strategy of this package that the app has replaced."""
     guarantees: Sequence[Guarantee]
     """Guarantees of this package after the planned rounds."""
-    guarantees_now: Sequence[Guarantee]
+    guarantees_so_far: Sequence[Guarantee]
     """Guarantees of this package after the observed rounds."""
-    planned: int
+    planned_rounds: int
     """Number of training rounds of the whole run."""
     claims: Sequence[Claim]
-    local: Mapping[str, float]
-    """Arguments of a `LocalDpMod`."""
-    weighted_by: str
+    local_mod: Mapping[str, float]
+    """Arguments of a `LocalDpMod`; empty if the app has none."""
+    weight_key: str
+    """Name of the metric by which the strategy weighs replies; "" if it has none."""
     secure_noise: bool
     engines_per_client: int
     """The largest number of privacy engines of Opacus that one client made."""
 
     @property
-    def holds(self) -> bool:
+    def protects_public_update(self) -> bool:
         """True if a held run (see `held_run`) protects a public update in each client's place."""
-        return self.mechanism.holds or not self.has_task
+        return self.mechanism.protects_public_update or not self.has_task
 
     @property
     def rounds_alike(self) -> bool:
@@ -107,7 +108,7 @@ class AppTraits:
         return not (self.has(SERVER_ADAPTIVE) or self.has(CLIENT_ADAPTIVE))
 
     @property
-    def stated(self) -> Guarantee | None:
+    def stated_guarantee(self) -> Guarantee | None:
         """The provable guarantee whose ε the check compares with its measurements.
 
         Its adversary sees the released models or, if the app has no such guarantee, each upload.
@@ -130,21 +131,21 @@ class AppTraits:
             part.origin == APP for part in self.strategies
         )
 
-    def epsilon(self, rounds: int, delta: float) -> float | None:
-        """Return ε of ``release`` after ``rounds`` rounds; it holds if no finding refutes it."""
-        if self.release is None:
+    def flower_epsilon(self, rounds: int, delta: float) -> float | None:
+        """Return ε of ``rounds`` equal to ``flower_release``; it holds if no finding refutes it."""
+        if self.flower_release is None:
             return None
-        return privacy_loss_of({self.release: rounds}, delta=delta).epsilon
+        return privacy_loss_of({self.flower_release: rounds}, delta=delta).epsilon
 
 
 def traits_of(instruments: Instruments, client: ClientApp, observed: Observed) -> AppTraits:
     """Return what the app's live objects show after a run."""
     chain: list[Any] = instruments.strategies
     mods = instruments.mods.get(TRAIN, [])
-    planned = max(observed.planned, observed.rounds)
+    planned = max(observed.planned_rounds, observed.rounds)
     federated = next((s for s in chain if type(s) is FederatedStrategy), None)
     local = next((mod for mod in mods if type(mod) is LocalDpMod), None)
-    noise, release = _flower_noise(instruments.begun, local)
+    noise, release = _flower_noise(instruments.initial_strategies, local)
     mechanism = Mechanism() if federated is None else mechanism_of(federated, planned)
     guarantees = [] if federated is None else _guarantees(federated, planned)
     return AppTraits(
@@ -152,15 +153,15 @@ def traits_of(instruments: Instruments, client: ClientApp, observed: Observed) -
         mods=[_part(mod) for mod in mods],
         has_task=isinstance(client, CohortApp),
         noise=mechanism.noise or noise,
-        release=release,
+        flower_release=release,
         mechanism=mechanism,
-        foreign=_foreign(federated, client),
+        replaced_parts=_replaced_parts(federated, client),
         guarantees=guarantees,
-        planned=planned,
-        guarantees_now=[] if federated is None else federated.guarantees(),
+        planned_rounds=planned,
+        guarantees_so_far=[] if federated is None else federated.guarantees(),
         claims=claims_of_objects(chain, local, guarantees, observed.rounds, planned),
-        local={} if local is None else dict(vars(local)),
-        weighted_by=str(getattr(chain[-1], "weighted_by_key", "")) if chain else "",
+        local_mod={} if local is None else dict(vars(local)),
+        weight_key=str(getattr(chain[-1], "weighted_by_key", "")) if chain else "",
         secure_noise=federated is not None
         and isinstance(federated.run.options.noise("check"), SecureNoise),
         engines_per_client=max(instruments.engines.values(), default=0),
@@ -193,13 +194,13 @@ def _flower_noise(
                 clipping_norm=norm,
                 release_stddev=multiplier * norm / cohort,
                 upload_stddev={},
-                cohort=cohort,
+                divisor=cohort,
             )
             return noise, gaussian_release(multiplier)
     return None, None
 
 
-def _foreign(strategy: FederatedStrategy | None, client: ClientApp) -> list[str]:
+def _replaced_parts(strategy: FederatedStrategy | None, client: ClientApp) -> list[str]:
     """Return the names of parts of this package's strategy and ClientApp that the app replaced."""
     parts = [client, *client.cohort_answers.values()] if isinstance(client, CohortApp) else []
     if strategy is not None:

@@ -32,7 +32,7 @@ Lines count from 1, and columns count UTF-8 bytes from 0, as in a syntax tree.
 """
 
 
-def repaired(
+def suggest_diff(
     app: AppFolder, *, epsilon: float, delta: float, clipping_norm: float, clients: int
 ) -> str:
     """Return a unified diff; it is empty if the function finds no place to change in the app."""

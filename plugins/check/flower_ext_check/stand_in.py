@@ -25,7 +25,7 @@ KNOWN: Mapping[str, Mapping[str, Column]] = {
 """Columns of well-known data sets, by the last part of their name."""
 
 
-def parsed_column(text: str) -> tuple[str, Column]:
+def parse_column(text: str) -> tuple[str, Column]:
     """Read ``NAME=image:32x32x3``, ``NAME=int:10``, ``NAME=float:8`` or ``NAME=text``."""
     name, _, kind = text.partition("=")
     kind, _, size = kind.partition(":")
@@ -60,16 +60,16 @@ def install(columns: Mapping[str, Column]) -> None:
             self._columns = known_columns
 
         def load_partition(self, partition_id: int, split: str | None = None) -> Any:
-            return drawn(self._columns, seed=partition_id)
+            return draw_rows(self._columns, seed=partition_id)
 
         def load_split(self, split: str) -> Any:
-            return drawn(self._columns, seed=1_000_003)
+            return draw_rows(self._columns, seed=1_000_003)
 
     for module in (flwr_datasets, flwr_datasets.federated_dataset):
         module.FederatedDataset = FederatedDataset
 
 
-def drawn(columns: Mapping[str, Column], *, seed: int) -> Any:
+def draw_rows(columns: Mapping[str, Column], *, seed: int) -> Any:
     """Return random rows as a ``datasets.Dataset``, the same rows for the same seed."""
     from datasets import Dataset
 

@@ -8,10 +8,10 @@ from functools import cache
 
 import numpy as np
 
-HELD = 1e-3
+HELD_NORM = 1e-3
 """L2 norm of the public update that clients send in a held run."""
-_SAMPLE = 100_000
-"""Each vector keeps fewer than twice this number of coordinates."""
+SAMPLE = 100_000
+"""Largest number of coordinates that a vector keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Vector:
 
     size: int
     sample: np.ndarray
-    """Evenly spaced coordinates; see `_SAMPLE`."""
+    """Evenly spaced coordinates, at most `SAMPLE`; all of them if there are no more."""
     along: float
     """Projection onto `direction`."""
     norm: float
@@ -47,8 +47,8 @@ def direction(size: int) -> np.ndarray:
 
 @cache
 def held_step(size: int) -> np.ndarray:
-    """Return the public update of norm `HELD` that every client makes in a held run."""
-    return _signs(size, 8, norm=HELD)
+    """Return the public update of norm `HELD_NORM` that every client makes in a held run."""
+    return _signs(size, 8, norm=HELD_NORM)
 
 
 def _signs(size: int, seed: int, *, norm: float) -> np.ndarray:
@@ -58,16 +58,17 @@ def _signs(size: int, seed: int, *, norm: float) -> np.ndarray:
     return signs
 
 
-def vector(arrays: Iterable[np.ndarray]) -> Vector | None:
+def summarize(arrays: Iterable[np.ndarray]) -> Vector | None:
     """Return a summary of all floating-point arrays; None if there are none."""
     parts = [np.asarray(array, np.float64).ravel() for array in arrays if array.dtype.kind == "f"]
     if not sum(part.size for part in parts):
         return None
     flat = np.concatenate(parts)
+    spacing = -(-flat.size // SAMPLE)  # rounded up, so that no more than `SAMPLE` remain
     with np.errstate(all="ignore"):
         return Vector(
             size=flat.size,
-            sample=flat[:: max(1, flat.size // _SAMPLE)].copy(),
+            sample=flat[::spacing].copy(),
             along=float(flat @ direction(flat.size)),
             norm=float(np.linalg.norm(flat)),
             finite=bool(np.isfinite(flat).all()),

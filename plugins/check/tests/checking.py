@@ -10,8 +10,8 @@ from typing import Any
 from check_apps import CLIENTS
 
 from flower_ext.files import read_toml
-from flower_ext_check.app_folder import unpacked
-from flower_ext_check.checked import answered, import_slow_modules
+from flower_ext_check.app_folder import unpack
+from flower_ext_check.checked import NotChecked, check_app, import_slow_modules
 from flower_ext_check.forks import in_fork
 from flower_ext_check.request import CheckRequest
 
@@ -25,9 +25,9 @@ def result_of(
     settings: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return the answer of a check, or ``{"error": …}`` as the command prints it."""
+    """Return the verdict of a check as JSON, or ``{"error": …}`` if the app cannot be checked."""
     scratch.mkdir(parents=True, exist_ok=True)
-    folder = unpacked(app, scratch.resolve())
+    folder = unpack(app, scratch.resolve())
     defaults = read_toml(folder.path / "pyproject.toml")["tool"]["flwr"]["app"].get("config", {})
     request = CheckRequest(
         app=folder,
@@ -44,7 +44,10 @@ def result_of(
         for module in [*sys.modules]:  # earlier tests may have imported the same app unchanged
             if module.partition(".")[0] in packages:
                 del sys.modules[module]
-        return answered(request)
+        try:
+            return check_app(request).to_dict()
+        except NotChecked as error:
+            return {"error": str(error)}
 
     import_slow_modules()
     result = in_fork(answer, seconds=300)

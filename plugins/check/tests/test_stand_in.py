@@ -36,13 +36,13 @@ def test_an_app_whose_data_fail_to_load_runs_with_the_suggested_option(tmp_path,
 
 def test_unknown_data_sets_need_their_columns():
     with pytest.raises(InvalidValue, match="expected NAME=image"):
-        stand_in.parsed_column("img=picture:3")
-    assert stand_in.parsed_column("img=image:8x8x3") == ("img", ("image", (8, 8, 3)))
+        stand_in.parse_column("img=picture:3")
+    assert stand_in.parse_column("img=image:8x8x3") == ("img", ("image", (8, 8, 3)))
 
 
 def test_random_rows_repeat_for_a_client_and_keep_their_shapes():
     columns = {"x": ("float", (3,)), "label": ("int", (4,)), "text": ("text", ())}
-    rows, same, others = (stand_in.drawn(columns, seed=seed) for seed in (1, 1, 2))
+    rows, same, others = (stand_in.draw_rows(columns, seed=seed) for seed in (1, 1, 2))
     assert rows[:] == same[:]
     assert rows[:]["label"] != others[:]["label"]
     assert set(rows[:]["label"]) <= {0, 1, 2, 3}

@@ -43,7 +43,7 @@ from typing import IO, Any, Literal
 
 from flower_ext.checks import require_at_least_one, require_one_of
 from flower_ext.errors import InvalidValue
-from flower_ext.files import write_whole
+from flower_ext.files import read_key, write_whole
 from flower_ext_consortium.record_files import RecordFile
 
 KEY_BYTES, PSEUDONYM_BYTES = 32, 16
@@ -194,17 +194,7 @@ def write_key(path: Path) -> None:
 
 def read_link_key(path: Path) -> bytes:
     """Return the secret key in a file; refuse a file that other users of this machine can read."""
-    try:
-        if path.stat().st_mode & 0o077:
-            raise InvalidValue(
-                f"{path}: expected a file that only its owner can read; run chmod 600 on it"
-            )
-        content = path.read_text(encoding="ascii")
-    except (OSError, UnicodeError):
-        content = ""
-    if not re.fullmatch(rf"[0-9a-f]{{{2 * KEY_BYTES}}}\s*", content):
-        raise InvalidValue(f"{path}: expected a file that `flower-ext link key` wrote")
-    return bytes.fromhex(content)
+    return read_key(path, "key", "a file that `flower-ext link key` wrote", is_text=True)
 
 
 def bucket(pseudonym: bytes, num_buckets: int) -> int:

@@ -37,13 +37,14 @@ class RecordFile:
     encoding: str = "utf-8"
 
     def column_names(self) -> list[str]:
-        """Return the names of the columns; refuse an unreadable file, or equal names in a CSV."""
+        """Return the names of the columns; refuse an unreadable file, or two equal names."""
         if self.path.suffix == ".parquet":
-            return list(_open_parquet(self.path).schema_arrow.names)
-        with self._text() as stream:
-            names = next(self._lines(stream), [])
+            names, form = list(_open_parquet(self.path).schema_arrow.names), "column names"
+        else:
+            with self._text() as stream:
+                names, form = next(self._lines(stream), []), "a first line of column names"
         if not any(names) or len(set(names)) < len(names):
-            raise InvalidValue(f"{self.path}: expected a first line of column names, all different")
+            raise InvalidValue(f"{self.path}: expected {form}, all different")
         return names
 
     def positions(self, columns: Sequence[str]) -> list[int]:

@@ -19,19 +19,14 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from flower_ext.errors import InvalidValue
-from flower_ext.files import write_whole
+from flower_ext.files import read_key, write_whole
 from flower_ext.privacy import AdversaryView, DpSgd, Ledger, PrivacyUnit, epsilon_text
+from flower_ext.privacy.account_entries import DISCLOSURE, WITHDRAWN, WITHOUT_NOISE, label_of
 from flower_ext.privacy.accounting.accountant import joint_loss, privacy_loss_of
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.group_privacy import group_loss
-from flower_ext.privacy.study_composition import (
-    DISCLOSURE,
-    WITHOUT_NOISE,
-    RunCharges,
-    label_of,
-    runs_of,
-)
-from flower_ext.privacy.withdrawal import WITHDRAWN, forgotten, withdrawn
+from flower_ext.privacy.study_composition import RunCharges, runs_of
+from flower_ext.privacy.withdrawal import forgotten, withdrawn
 
 _MODELS = AdversaryView.RELEASED_MODELS
 _NOTHING = "nothing can be claimed"
@@ -170,6 +165,11 @@ def verify(content: Mapping[str, Any], public_key: str) -> None:
     Take the study's public key, 64 hexadecimal digits, from a source that you trust. The key inside
     the statement proves nothing.
     """
+    if not public_key:
+        raise InvalidValue(
+            "--public-key is missing: to verify a statement, give the public key that the study "
+            "published, 64 hexadecimal digits"
+        )
     whole = {name: value for name, value in content.items() if name != "signature"}
     try:
         if whole["public key"] != public_key.lower():
@@ -194,17 +194,8 @@ def signing_key(path: Path) -> Ed25519PrivateKey:
     if not path.exists():
         # `write_whole` makes a file that no other user can read, even while it is being written.
         write_whole(path, Ed25519PrivateKey.generate().private_bytes_raw().hex().encode() + b"\n")
-    if path.stat().st_mode & 0o077:
-        raise InvalidValue(
-            f"key={path}: expected a file that only its owner can read; run chmod 600 on it"
-        )
-    try:
-        return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(path.read_text(encoding="ascii")))
-    except (ValueError, UnicodeError):
-        raise InvalidValue(
-            f"key={path}: the file holds no signing key; expected a key file that flower-ext "
-            "withdraw wrote"
-        ) from None
+    private = read_key(path, "key", "a file that `flower-ext withdraw` wrote", is_text=True)
+    return Ed25519PrivateKey.from_private_bytes(private)
 
 
 def _bytes(content: Mapping[str, Any]) -> bytes:

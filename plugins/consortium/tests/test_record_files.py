@@ -32,6 +32,16 @@ def test_a_parquet_file_has_the_same_rows(tmp_path):
     assert [*table.rows()] == [("Zoë", 1), ("Ann", None)]
 
 
+def test_a_parquet_file_with_two_equal_names_is_refused(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "people.parquet"
+    table = arrow.table([arrow.array([1]), arrow.array([2])], names=["age", "age"])
+    parquet.write_table(table, path)
+    with pytest.raises(InvalidValue, match="expected column names, all different"):
+        RecordFile(path=path).positions(["age"])
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -16,6 +16,8 @@ app = {app!r}
 
 [settings]
 delta = 1e-5
+population-epsilon = 5
+population-delta = 1e-5
 
 [[link]]
 table = "north.csv"
@@ -66,8 +68,9 @@ def study(tmp_path):
         (("north.csv", "south.csv"), "cannot be read; No such file"),
         (("study.key", "other.key"), "`flower-ext link key` wrote"),
         (('"name"', '"surname"'), "no column 'surname'"),
-        (("delta = 1e-5", "delta = 5"), "stage first: setting delta"),
-        (("delta = 1e-5", "detla = 1"), "stage first: setting 'detla=1'"),
+        (("\ndelta = 1e-5", "\ndelta = 5"), "stage first: setting delta"),
+        (("\ndelta = 1e-5", "\ndetla = 1"), "stage first: setting 'detla=1'"),
+        (("population-epsilon = 5", ""), "has no population-epsilon"),
         (('"count" }', '"count" }\nuses = ["zero/a.toml"]'), "no earlier stage has written"),
     ],
 )
@@ -78,8 +81,15 @@ def test_a_mistake_is_named_before_anything_runs(study, tmp_path, change, messag
     assert not (tmp_path / "study" / "first").exists()
 
 
+def test_a_study_without_an_account_warns_before_its_first_stage(study):
+    mistake = ("\ndelta = 1e-5", "\ndelta = 5")  # the stage never begins
+    warning = "The stages share no account: each has an ε of its own"
+    assert warning in study(mistake, ("population-epsilon = 5", "population-epsilon = 0"))[1]
+    assert warning not in study(mistake)[1]
+
+
 def test_a_linked_table_is_kept_until_its_source_changes(study, tmp_path):
-    mistake = ("delta = 1e-5", "delta = 5")  # the stage never begins
+    mistake = ("\ndelta = 1e-5", "\ndelta = 5")  # the stage never begins
     output, source = tmp_path / "linked" / "0.csv", tmp_path / "north.csv"
     assert "2 rows of 2 people" in study(mistake)[1]
     output.write_text("kept")
@@ -94,7 +104,7 @@ def test_a_linked_table_is_kept_until_its_source_changes(study, tmp_path):
 
 
 def test_a_linked_table_is_made_anew_if_the_people_are_numbered_anew(study, tmp_path):
-    mistake = ("delta = 1e-5", "delta = 5")  # the stage never begins
+    mistake = ("\ndelta = 1e-5", "\ndelta = 5")  # the stage never begins
     output, numbers = tmp_path / "linked" / "0.csv", tmp_path / "numbers.csv"
     of_union = ("buckets = 10", 'numbers = "numbers.csv"')
     study(mistake)
@@ -110,13 +120,14 @@ def test_a_linked_table_is_made_anew_if_the_people_are_numbered_anew(study, tmp_
 def test_a_stage_that_asked_nobody_may_begin_again_with_other_settings(
     forked_runs, study, tmp_path
 ):
-    lines = """delta = 1e-5
+    lines = """
+        delta = 1e-5
         dataset = "files"
         data-folder = "linked"
         num-users = 10
         num-silos = 3
         colluding-share = 0"""
-    before = ("delta = 1e-5", lines)
+    before = ("\ndelta = 1e-5", lines)
     status, output = study(before)
     assert status == 1
     assert "stage first: the run was ended by the error above" in output

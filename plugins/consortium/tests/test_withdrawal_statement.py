@@ -44,6 +44,7 @@ def spend(path: Path, run: str, rounds=1, start=1, unit=USER, **changes) -> None
             "method": "UldpAvg",
             "training": training,
             "unit": unit,
+            "population": 100,
             "relation": RELATION,
             "epsilon": 1.0,
             "delta": DELTA,
@@ -124,6 +125,13 @@ def test_clients_in_a_study_of_records_get_no_claim_for_all_records(path):
     assert said["all runs together"] == "nothing can be claimed"
 
 
+def test_a_statement_is_not_verified_without_a_public_key(tmp_path):
+    (file := tmp_path / "statement.json").write_text('{"public key": "00"}')
+    refused = call("withdraw", "--verify", str(file))
+    assert refused.exit_code == 2
+    assert "--public-key is missing" in " ".join(refused.stderr.split())
+
+
 def test_only_a_withdrawn_person_gets_a_statement(path):
     spend(path, "a")
     with pytest.raises(InvalidValue, match="user=7 has not withdrawn"):
@@ -159,3 +167,18 @@ def test_the_command_line_verifies_a_signed_statement_and_refuses_a_changed_one(
     again = call("withdraw", "--user", "7", "--ledger", str(path), "-o", str(file))
     assert json.loads(file.read_text())["public key"] == key
     assert again.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("unit", "options"),
+    [(USER, ["--user", "0"]), (PrivacyUnit.CLIENT, ["--client", "0"])],
+)
+def test_number_0_withdraws_only_if_it_is_given(path, unit, options):
+    spend(path, "a", unit=unit)
+    for wrong in ([], ["--user", "0", "--client", "0"]):
+        refused = call("withdraw", "--ledger", str(path), *wrong)
+        assert refused.exit_code == 2
+        assert "either --user or --client" in " ".join(refused.stderr.split())
+        assert withdrawal.withdrawn(Ledger.read(path)) == set()
+    assert call("withdraw", "--ledger", str(path), *options).exit_code == 0
+    assert withdrawal.withdrawn(Ledger.read(path)) == {0}

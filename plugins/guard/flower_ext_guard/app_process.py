@@ -107,7 +107,7 @@ _PROBE = f"""
 import json, os, socket
 from flower_ext_guard.confinement import confine
 if (confinement := os.environ.pop({CONFINEMENT!r}, None)) is not None:
-    confine(*json.loads(confinement), close=os.dup(1))
+    confine(*json.loads(confinement), answer_fd=os.dup(1))
 names = [name for _, name in socket.if_nameindex()] if confinement is None else []
 if set(names) > {{"lo"}}:
     raise SystemExit("the command gives the app network interfaces: " + ", ".join(names))
@@ -138,7 +138,7 @@ def _visible(policy: GuardPolicy) -> list[str]:
     if policy.isolation != NAMESPACES:
         return policy.readable
     interpreter = Path(sys.executable).resolve().parents[1]
-    # The first entry of sys.path is the folder of the command, or the present one.
+    # The first entry of sys.path is the folder of the command, or the current directory.
     folders = [Path(path) for path in sys.path[1:] if path and Path(path) != Path.cwd()]
     packages = [path for folder in folders for path in _packages_in(folder)]
     ours = (Path(__file__).parent, Path(flower_ext.__file__).parent)

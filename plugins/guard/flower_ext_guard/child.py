@@ -22,7 +22,7 @@ def main() -> None:
     answer = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     if (confinement := os.environ.pop(CONFINEMENT, None)) is not None:
-        confine(*json.loads(confinement), close=answer)
+        confine(*json.loads(confinement), answer_fd=answer)
     with sys.stdin.buffer as stream:
         request = stream.read()
     with os.fdopen(answer, "wb") as pipe:

@@ -52,12 +52,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 
 
-def confine(readable: Sequence[str], scratch_bytes: int, *, close: int) -> None:
+def confine(readable: Sequence[str], scratch_bytes: int, *, answer_fd: int) -> None:
     """Confine this process, which `UNSHARE` started, and everything that it will start.
 
     The paths in ``readable`` stay visible, read-only. The function returns in a new process. The
-    calling process, which the app cannot reach, closes the descriptor ``close`` and waits for the
-    new process.
+    calling process, which the app cannot reach, closes the descriptor ``answer_fd`` and waits for
+    the new process.
     """
     Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go if memory runs out
     # Otherwise the app could make a user namespace, in which it would have all capabilities again.
@@ -89,7 +89,7 @@ def confine(readable: Sequence[str], scratch_bytes: int, *, close: int) -> None:
     Path("/old").rmdir()
     _give_up_rights()
     if process := os.fork():
-        _wait_for(process, close)
+        _wait_for(process, answer_fd)
     _call("prctl", _PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
@@ -102,14 +102,14 @@ def _roots(readable: Sequence[str]) -> list[str]:
     return paths
 
 
-def _wait_for(process: int, close: int) -> None:
+def _wait_for(process: int, answer_fd: int) -> None:
     """Wait until the app's process ends, and then end this process with status 0 or 1.
 
     This process is the first of its namespace, so the kernel ends all processes of the namespace
     with it.
     """
     _call("prctl", _DUMPABLE, 0, 0, 0, 0)  # keeps the app from changing this process
-    os.close(close)
+    os.close(answer_fd)
     while True:
         ended, status = os.wait()  # also orphans of the app
         if ended == process:
@@ -125,6 +125,7 @@ def _give_up_rights() -> None:
     keys = _KEYS[platform.machine()]
     load, equal, at_least, end = 0x20, 0x15, 0x35, 0x06
     allow, refuse, kill = 0x7FFF0000, 0x00050000 | _EPERM, 0x80000000
+    # Offsets count the instructions to skip; every refusal jumps to the same line near the end.
     program = [
         (load, 0, 0, 4),  # architecture
         (equal, 1, 0, architecture),

@@ -30,9 +30,9 @@ from flower_ext.privacy import (
     PrivacyUnit,
     SecureNoise,
 )
+from flower_ext.privacy.account_entries import CHARGE
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.shared_ledger import Charge, charge, check_affordable, entries_of
-from flower_ext.privacy.study_composition import CHARGE
 from flower_ext_guard.app_process import answer_of
 from flower_ext_guard.flower_runtime import (
     Disconnected,
@@ -125,7 +125,7 @@ class Guard:
 
     def _reply_to(self, request: RuntimeRequest, token: str, started: float) -> Pending:
         """Run the app if the policy permits it, and return the reply."""
-        answer, sites = _AppAnswer(request, self.policy, self._log), 0
+        app_run, sites = _AppRun(request, self.policy, self._log), 0
         body: RecordDict | Error
         try:
             self.policy.check_app(hashlib.sha256(request.fab.content).hexdigest())
@@ -133,11 +133,11 @@ class Guard:
             if not request.message.has_content():
                 raise Refused("this site answers only messages with content")
             sites = self.policy.noised_by(rule)
-            body, charge_due = self._content(request, rule, answer)
+            body, charge_due = self._content(request, rule, app_run)
             line = rule.release
         except Refused as error:
             body, charge_due, line = refusal(error), None, f"refused, {error}"
-        if answer.has_run and self.policy.reply_after is not None:
+        if app_run.has_run and self.policy.reply_after is not None:
             # A message of a sum may be refused after the app has run, so refusals wait as well.
             time.sleep(max(0.0, started + self.policy.reply_after - time.monotonic()))
         message = reply_bytes(request, body)
@@ -148,11 +148,11 @@ class Guard:
             sites=sites,
             refusal=reply_bytes(request, refusal(_SPENT)),
             message=message,
-            context=context_bytes(request.context, answer.state),
+            context=context_bytes(request.context, app_run.state),
         )
 
     def _content(
-        self, request: RuntimeRequest, rule: MessagePolicy, answer: _AppAnswer
+        self, request: RuntimeRequest, rule: MessagePolicy, app_run: _AppRun
     ) -> tuple[RecordDict, Charge | None]:
         """Return the reply's content and its charge, which is None if the content uses no data."""
         content, charge_due = RecordDict(), None
@@ -162,12 +162,12 @@ class Guard:
 
             if asks_for_contribution(request.message):
                 charge_due = self._affordable_charge(request, rule)
-            content = answer_in_sum(request, self.policy, rule, answer.to)
+            content = answer_in_sum(request, self.policy, rule, app_run.answer)
         elif rule.release == UPDATE:
             name, record = only_arrays(request.message.content) or ("", None)
             arrays = requested_arrays(record, rule)
             charge_due = self._affordable_charge(request, rule)
-            leaving = released(arrays, answer.to(request.message), rule, SecureNoise())
+            leaving = released(arrays, app_run.answer(request.message), rule, SecureNoise())
             content = RecordDict({name: to_record(leaving)})
         if rule.constants:
             content[METRICS] = MetricRecord(dict(rule.constants))
@@ -194,6 +194,7 @@ class Guard:
             training=number,
             repeatable=True,  # a pending reply is sent again, never noised again
             unit=PrivacyUnit.CLIENT,
+            population=spend.sampling.population,
             relation=spend.relation,
             epsilon=loss.epsilon,
             delta=loss.delta,
@@ -228,8 +229,8 @@ class Guard:
         self._pending.unlink()
 
 
-class _AppAnswer:
-    """The answer of a request's app.
+class _AppRun:
+    """A run of a request's app, once the guard calls `answer`.
 
     ``state`` is the memory that the app left; None if the app left none that the guard can read.
     """
@@ -239,7 +240,7 @@ class _AppAnswer:
         self.state: RecordDict | None = None
         self.has_run = False
 
-    def to(self, message: Message) -> ArrayRecord | None:
+    def answer(self, message: Message) -> ArrayRecord | None:
         """Run the app on ``message``, and return the only ArrayRecord of its answer.
 
         Return None if the app fails, or does not answer with exactly one ArrayRecord.

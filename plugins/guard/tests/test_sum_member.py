@@ -25,9 +25,9 @@ from flower_ext.privacy import (
     SecureSum,
     privacy_loss_of,
 )
+from flower_ext.privacy.account_entries import CHARGE
 from flower_ext.privacy.mechanisms.noise import largest_noised_norm
 from flower_ext.privacy.shared_ledger import entries_of
-from flower_ext.privacy.study_composition import CHARGE
 from flower_ext_guard import service
 from flower_ext_guard.flower_runtime import Runtime
 from flower_ext_guard.policy import read_policy

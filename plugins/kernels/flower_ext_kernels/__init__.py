@@ -1,1 +1,21 @@
-"""Machine code that trains dense and convolutional networks, for flower_ext."""
+"""Machine code that trains dense and convolutional networks, for flower_ext.
+
+====================  =====================================================================
+module                contents
+====================  =====================================================================
+`network`             trains jobs whose model is a chain of layers; the plug-in's entry point
+`chain`               recognises such models
+`layer_table`         describes a chain of layers to the machine code
+`native`              compiles `sgd`, stores the machine code, and loads it
+`sgd`                 trains networks, one after the other
+`passes`              the forward and the backward pass of a mini-batch
+`dense`               dense layers
+`images`              convolutions and pooling
+`norms_and_dropout`   normalisation and dropout
+`products`            products of matrices, and activations
+`tiles`               products of small matrices in the processor's vector registers
+====================  =====================================================================
+
+A *slope* is the derivative of the loss with respect to one number. An argument ``slopes`` has the
+slopes of a layer's outputs; ``input_slopes`` receives those of its inputs.
+"""

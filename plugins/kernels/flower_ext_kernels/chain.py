@@ -50,27 +50,27 @@ class Part:
     shape: torch.Size
 
     @property
-    def where(self) -> slice:
+    def slice(self) -> slice:
         """Slice of this parameter's numbers in the network."""
         return slice(self.start, self.start + self.shape.numel())
 
     @property
-    def turned(self) -> bool:
+    def is_transposed(self) -> bool:
         """True if the order of the parameter's numbers differs from PyTorch's."""
         return len(self.shape) == 4
 
     def laid_out(self, parameter: Tensor) -> Tensor:
         """Return the numbers of a parameter in the order of the network."""
-        moved = parameter.permute(2, 3, 1, 0) if self.turned else parameter
+        moved = parameter.permute(2, 3, 1, 0) if self.is_transposed else parameter
         return moved.flatten()
 
-    def of(self, rows: Tensor) -> Tensor:
+    def parameter_of(self, rows: Tensor) -> Tensor:
         """Return this parameter for all networks, stacked; ``rows`` has one network per row."""
-        numbers = rows[:, self.where]
-        if not self.turned:
+        numbers = rows[:, self.slice]
+        if not self.is_transposed:
             return numbers.view(-1, *self.shape)
-        filters, channels, high, wide = self.shape
-        return numbers.view(-1, high, wide, channels, filters).permute(0, 4, 3, 1, 2)
+        filters, channels, height, width = self.shape
+        return numbers.view(-1, height, width, channels, filters).permute(0, 4, 3, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -90,21 +90,21 @@ class Window:
     @property
     def out(self) -> tuple[int, int]:
         """Height and width of the images after the layer."""
-        high, wide = (
+        height, width = (
             (size + 2 * border - kernel) // step + 1
             for size, border, kernel, step in zip(
                 self.size, self.border, self.kernel, self.step, strict=True
             )
         )
-        return high, wide
+        return height, width
 
     @property
     def padded(self) -> int:
         """Number of values in an image with its border."""
-        high, wide = (
+        height, width = (
             size + 2 * border for size, border in zip(self.size, self.border, strict=True)
         )
-        return self.channels * high * wide
+        return self.channels * height * width
 
     @property
     def row(self) -> list[int]:
@@ -141,7 +141,7 @@ class Layer:
         return weights + window.padded + 3 * window.channels
 
 
-def chain(model: nn.Module, shape: torch.Size) -> list[Layer]:
+def recognise_chain(model: nn.Module, shape: torch.Size) -> list[Layer]:
     """Return the layers of a model in order.
 
     The list is empty if the model is not a chain, if it does not end in one row of numbers, or if
@@ -272,8 +272,8 @@ def _operation(node: fx.Node, model: nn.Module) -> tuple[str, Any]:
     return "", node.target
 
 
-def _layer(module: Any, name: str, wide: int) -> Layer | None:
-    """Return the layer for a module on rows of ``wide`` numbers; None if machine code has none."""
+def _layer(module: Any, name: str, width: int) -> Layer | None:
+    """Return the layer for a module on rows of ``width`` numbers; None if machine code has none."""
     if type(module) is nn.Linear:
         inputs, outputs = module.in_features, module.out_features
         return Layer(module=module, name=name, kind=DENSE, inputs=inputs, outputs=outputs)
@@ -286,15 +286,15 @@ def _layer(module: Any, name: str, wide: int) -> Layer | None:
         kind, groups = NORM, module.num_groups if grouped else 1
         over = (module.num_channels,) if grouped else module.normalized_shape
         setting, known = _parts_of(module.eps)
-        known = known and over == (wide,)
+        known = known and over == (width,)
     else:
         return None
     layer = Layer(
         module=module,
         name=name,
         kind=kind,
-        inputs=wide,
-        outputs=wide,
+        inputs=width,
+        outputs=width,
         groups=groups,
         setting=setting,
     )

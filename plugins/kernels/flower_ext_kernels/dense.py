@@ -2,9 +2,6 @@
 
 The few rows of a mini-batch are multiplied in tiles that fit the processor's registers. A BLAS
 library rearranges matrices first, which takes longer than such products.
-
-A *slope* is the derivative of the loss with respect to one number. An argument ``slopes`` has the
-slopes of a layer's outputs; ``down`` receives those of its inputs.
 """
 
 from __future__ import annotations
@@ -31,13 +28,13 @@ from flower_ext_kernels.products import (
     loops,
     share,
 )
-from flower_ext_kernels.tiles import HIGH, LANES, WIDE, dot_tile, multiply_tile
+from flower_ext_kernels.tiles import LANES, TILE_HEIGHT, TILE_WIDTH, dot_tile, multiply_tile
 
 
 @loops
 def tiles(layer: np.ndarray, count: int) -> int:
     """Return the number of tiles in which `multiply` computes the outputs of ``count`` rows."""
-    return int(-(-layer[OUTPUTS] // WIDE) * -(-count // HIGH))
+    return int(-(-layer[OUTPUTS] // TILE_WIDTH) * -(-count // TILE_HEIGHT))
 
 
 @loops
@@ -55,77 +52,79 @@ def multiply(
     The rows begin at position ``below`` of ``values``, and the outputs at position ``above``.
     Meanwhile the processor fetches ``ahead``, which the next training needs, into its caches.
     """
-    wide, high = layer[INPUTS], layer[OUTPUTS]
+    width, height = layer[INPUTS], layer[OUTPUTS]
     matrix = weights[layer[WEIGHT] :]
-    neurons, rows = share(high, WIDE), share(count, HIGH)
+    neurons, rows = share(height, TILE_WIDTH), share(count, TILE_HEIGHT)
     sizes, tile = _sizes(ahead, tiles(layer, count)), 0
     # The outer loop is over neurons: a few rows of the matrix stay in the nearest cache, while all
     # rows of the mini-batch pass by.
-    for neuron in range(0, high, neurons):
+    for neuron in range(0, height, neurons):
         for row in range(0, count, rows):
             _fetch(ahead, sizes, tile)
             tile += 1
             dot_tile(
-                values[above + row * high + neuron :],
-                values[below + row * wide :],
-                matrix[neuron * wide :],
-                (min(rows, count - row), min(neurons, high - neuron), wide),
-                (high, wide, wide),
+                values[above + row * height + neuron :],
+                values[below + row * width :],
+                matrix[neuron * width :],
+                (min(rows, count - row), min(neurons, height - neuron), width),
+                (height, width, width),
             )
     if layer[BIAS] >= 0:
         for row in range(count):
-            for place in range(high):
-                values[above + row * high + place] += weights[layer[BIAS] + place]
+            for place in range(height):
+                values[above + row * height + place] += weights[layer[BIAS] + place]
 
 
 @loops
-def through_dense(
-    weights: np.ndarray, layer: np.ndarray, count: int, slopes: np.ndarray, down: np.ndarray
+def backward_dense(
+    weights: np.ndarray, layer: np.ndarray, count: int, slopes: np.ndarray, input_slopes: np.ndarray
 ) -> None:
-    """Backpropagate ``slopes`` through `multiply`, from outputs to inputs; write to ``down``."""
-    wide, high = layer[INPUTS], layer[OUTPUTS]
-    fill(down[: count * wide], ZERO)
-    steps = wide, high, NEXT, STAY, wide, STAY
-    add_product(down, slopes, weights[layer[WEIGHT] :], (count, wide, high, NEXT), steps, ONE)
+    """Backpropagate ``slopes`` through `multiply`, and write the slopes of its inputs."""
+    width, height = layer[INPUTS], layer[OUTPUTS]
+    fill(input_slopes[: count * width], ZERO)
+    steps = width, height, NEXT, STAY, width, STAY
+    add_product(
+        input_slopes, slopes, weights[layer[WEIGHT] :], (count, width, height, NEXT), steps, ONE
+    )
 
 
 @loops
-def send_dense(
+def add_gradient_of_dense(
     layer: np.ndarray,
     count: int,
     inputs: np.ndarray,
     slopes: np.ndarray,
-    into: np.ndarray,
+    out: np.ndarray,
     factor: np.float32,
     ahead: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    """Add ``factor`` times the gradient of a dense layer's weight and bias to ``into``.
+    """Add ``factor`` times the gradient of a dense layer's weight and bias to ``out``.
 
     Meanwhile the processor fetches ``ahead``, as in `multiply`.
     """
-    wide, high = layer[INPUTS], layer[OUTPUTS]
+    width, height = layer[INPUTS], layer[OUTPUTS]
     if layer[TRAINS_WEIGHT]:
-        vectors = -(-wide // LANES)
+        vectors = -(-width // LANES)
         # A tile is a block of the gradient, and the sum over the mini-batch stays in registers.
-        neurons, columns = share(high, HIGH), LANES * share(vectors, WIDE)
-        sizes, tile = _sizes(ahead, -(-high // HIGH) * -(-vectors // WIDE)), 0
-        steps = wide, NEXT, high, STAY, wide, STAY
-        for column in range(0, wide, columns):
-            for neuron in range(0, high, neurons):
+        neurons, columns = share(height, TILE_HEIGHT), LANES * share(vectors, TILE_WIDTH)
+        sizes, tile = _sizes(ahead, -(-height // TILE_HEIGHT) * -(-vectors // TILE_WIDTH)), 0
+        steps = width, NEXT, height, STAY, width, STAY
+        for column in range(0, width, columns):
+            for neuron in range(0, height, neurons):
                 _fetch(ahead, sizes, tile)
                 tile += 1
                 multiply_tile(
-                    into[layer[WEIGHT] + neuron * wide + column :],
+                    out[layer[WEIGHT] + neuron * width + column :],
                     slopes[neuron:],
                     inputs[column:],
-                    (min(neurons, high - neuron), min(columns, wide - column), count, NEXT),
+                    (min(neurons, height - neuron), min(columns, width - column), count, NEXT),
                     steps,
                     factor,
                 )
     if layer[TRAINS_BIAS]:
         for row in range(count):
-            for place in range(high):
-                into[layer[BIAS] + place] += factor * slopes[row * high + place]
+            for place in range(height):
+                out[layer[BIAS] + place] += factor * slopes[row * height + place]
 
 
 @loops

@@ -3,9 +3,6 @@
 The channels of a place are neighbours in memory, (height, width, channels), and a convolution's
 weights are (kernel height, kernel width, channels, filters). A row of a window is then contiguous,
 and each pass is a product of matrices that reads images in place.
-
-A *slope* is the derivative of the loss with respect to one number. An argument ``slopes`` has the
-slopes of a layer's outputs; ``down`` receives those of its inputs.
 """
 
 from __future__ import annotations
@@ -46,44 +43,47 @@ from flower_ext_kernels.products import (
 )
 from flower_ext_kernels.tiles import (
     LANES,
+    add_to_all,
+    add_to_largest,
     find_largest,
     find_sum,
-    send_to_all,
-    send_to_largest,
 )
 
 
 @loops
-def turn(values: np.ndarray, rows: int, into: np.ndarray) -> None:
-    """Write a matrix of ``rows`` rows to ``into``, with rows and columns exchanged."""
+def turn(values: np.ndarray, rows: int, out: np.ndarray) -> None:
+    """Write a matrix of ``rows`` rows to ``out``, with rows and columns exchanged."""
     columns = len(values) // rows
     for column in range(columns):
         for row in range(rows):
-            into[column * rows + row] = values[row * columns + column]
+            out[column * rows + row] = values[row * columns + column]
 
 
 @loops
-def _repeat(row: np.ndarray, into: np.ndarray) -> None:
-    """Fill ``into`` with copies of ``row``."""
+def _repeat(row: np.ndarray, out: np.ndarray) -> None:
+    """Fill ``out`` with copies of ``row``."""
     # Copies double in length, because short ones waste most of a vector.
     done = len(row)
-    copy(row, into)
-    while done < len(into):
-        more = min(done, len(into) - done)
-        copy(into[:more], into[done:])
+    copy(row, out)
+    while done < len(out):
+        more = min(done, len(out) - done)
+        copy(out[:more], out[done:])
         done += more
 
 
 @loops
 def _padded(layer: np.ndarray, image: np.ndarray, scratch: np.ndarray) -> np.ndarray:
     """Return an image with its border of zeros, in ``scratch``; without a border, the image."""
-    down, right = layer[PAD_DOWN], layer[PAD_RIGHT]
-    if down == 0 and right == 0:
+    pad_down, pad_right = layer[PAD_DOWN], layer[PAD_RIGHT]
+    if pad_down == 0 and pad_right == 0:
         return image
     run, across = layer[WIDTH] * layer[CHANNELS], _across(layer)
-    fill(scratch[: (layer[HEIGHT] + 2 * down) * across], ZERO)
+    fill(scratch[: (layer[HEIGHT] + 2 * pad_down) * across], ZERO)
     for row in range(layer[HEIGHT]):
-        copy(image[row * run :][:run], scratch[(row + down) * across + right * layer[CHANNELS] :])
+        copy(
+            image[row * run :][:run],
+            scratch[(row + pad_down) * across + pad_right * layer[CHANNELS] :],
+        )
     return scratch
 
 
@@ -130,25 +130,29 @@ def convolve(
 
 
 @loops
-def through_convolution(
-    turned: np.ndarray, layer: np.ndarray, slopes: np.ndarray, down: np.ndarray, scratch: np.ndarray
+def backward_convolution(
+    turned: np.ndarray,
+    layer: np.ndarray,
+    slopes: np.ndarray,
+    input_slopes: np.ndarray,
+    scratch: np.ndarray,
 ) -> None:
-    """Backpropagate ``slopes`` through `convolve`; write the image's slopes to ``down``.
+    """Backpropagate ``slopes`` through `convolve`, and write the image's slopes.
 
     ``turned`` has the layer's weights, (filters, kernel height, kernel width, channels).
     """
     filters, channels, across = layer[FILTERS], layer[CHANNELS], _across(layer)
-    run, high = layer[KERNEL_WIDTH] * channels, layer[KERNEL_HEIGHT]
+    run, height = layer[KERNEL_WIDTH] * channels, layer[KERNEL_HEIGHT]
     pads = layer[PAD_DOWN] > 0 or layer[PAD_RIGHT] > 0
-    into = scratch if pads else down
-    fill(into[: padded_size(layer)], ZERO)
+    out = scratch if pads else input_slopes
+    fill(out[: padded_size(layer)], ZERO)
     # Rows of the product are rows of windows, and overlap if a step is smaller than the window. The
     # slopes then add up, because `multiply_tile` adds one row after the other.
-    steps = (layer[RIGHT] * channels, filters, 1, STAY, high * run, STAY)
+    steps = (layer[RIGHT] * channels, filters, 1, STAY, height * run, STAY)
     for row in range(layer[OUT_HEIGHT]):
-        for kernel in range(high):
+        for kernel in range(height):
             add_product(
-                into[(row * layer[DOWN] + kernel) * across :],
+                out[(row * layer[DOWN] + kernel) * across :],
                 slopes[row * layer[OUT_WIDTH] * filters :],
                 turned[kernel * run :],
                 (layer[OUT_WIDTH], run, filters, NEXT),
@@ -158,41 +162,41 @@ def through_convolution(
     if pads:
         run, begin = layer[WIDTH] * channels, layer[PAD_RIGHT] * channels
         for row in range(layer[HEIGHT]):
-            copy(into[(row + layer[PAD_DOWN]) * across + begin :][:run], down[row * run :])
+            copy(out[(row + layer[PAD_DOWN]) * across + begin :][:run], input_slopes[row * run :])
 
 
 @loops
-def send_convolution(
+def add_gradient_of_convolution(
     layer: np.ndarray,
     image: np.ndarray,
     slopes: np.ndarray,
-    into: np.ndarray,
+    out: np.ndarray,
     factor: np.float32,
     scratch: np.ndarray,
 ) -> None:
-    """Add ``factor`` times the gradient of a convolution's weight and bias to ``into``."""
+    """Add ``factor`` times the gradient of a convolution's weight and bias to ``out``."""
     filters, channels, across = layer[FILTERS], layer[CHANNELS], _across(layer)
-    wide, high = layer[OUT_WIDTH], layer[OUT_HEIGHT]
+    width, height = layer[OUT_WIDTH], layer[OUT_HEIGHT]
     if layer[TRAINS_WEIGHT]:
         source, run = _padded(layer, image, scratch), layer[KERNEL_WIDTH] * channels
         # One product for each row of the kernel; its sums run over all places of the outputs.
         leap = layer[DOWN] * across
-        steps = (filters, NEXT, layer[RIGHT] * channels, leap, filters, wide * filters)
+        steps = (filters, NEXT, layer[RIGHT] * channels, leap, filters, width * filters)
         for kernel in range(layer[KERNEL_HEIGHT]):
             add_product(
-                into[layer[WEIGHT] + kernel * run * filters :],
+                out[layer[WEIGHT] + kernel * run * filters :],
                 source[kernel * across :],
                 slopes,
-                (run, filters, wide, high),
+                (run, filters, width, height),
                 steps,
                 factor,
             )
     if layer[TRAINS_BIAS]:
         # A sum over places is the product with a row of ones. A step of 0 repeats a single one.
         fill(scratch[:1], ONE)
-        shape = (NEXT, filters, high * wide, NEXT)
+        shape = (NEXT, filters, height * width, NEXT)
         steps = (STAY, STAY, STAY, STAY, filters, STAY)
-        add_product(into[layer[BIAS] :], scratch, slopes, shape, steps, factor)
+        add_product(out[layer[BIAS] :], scratch, slopes, shape, steps, factor)
 
 
 @loops
@@ -206,32 +210,32 @@ def pool(layer: np.ndarray, image: np.ndarray, outputs: np.ndarray) -> None:
         corner = _corner(layer, window)
         # A vector holds the same place in several channels, which are neighbours in memory.
         for channel in range(0, channels, LANES):
-            into, values = outputs[window * channels + channel :], image[corner + channel :]
+            out, values = outputs[window * channels + channel :], image[corner + channel :]
             if layer[KIND] == POOL:
-                find_largest(into, values, channels - channel, size, steps)
+                find_largest(out, values, channels - channel, size, steps)
             else:
-                find_sum(into, values, channels - channel, size, steps, share)
+                find_sum(out, values, channels - channel, size, steps, share)
 
 
 @loops
-def through_pool(
-    layer: np.ndarray, image: np.ndarray, slopes: np.ndarray, down: np.ndarray
+def backward_pool(
+    layer: np.ndarray, image: np.ndarray, slopes: np.ndarray, input_slopes: np.ndarray
 ) -> None:
-    """Backpropagate ``slopes`` through `pool`; write the image's slopes to ``down``."""
+    """Backpropagate ``slopes`` through `pool`, and write the image's slopes."""
     channels = layer[CHANNELS]
     size = (layer[KERNEL_HEIGHT], layer[KERNEL_WIDTH])
     share = ONE / np.float32(size[0] * size[1])
     steps = (layer[WIDTH] * channels, channels)
-    fill(down[: layer[INPUTS]], ZERO)
+    fill(input_slopes[: layer[INPUTS]], ZERO)
     for window in range(layer[OUT_HEIGHT] * layer[OUT_WIDTH]):
         corner = _corner(layer, window)
         for channel in range(0, channels, LANES):
-            into, slope = down[corner + channel :], slopes[window * channels + channel :]
+            out, slope = input_slopes[corner + channel :], slopes[window * channels + channel :]
             if layer[KIND] == POOL:
                 values = image[corner + channel :]
-                send_to_largest(into, slope, values, channels - channel, size, steps)
+                add_to_largest(out, slope, values, channels - channel, size, steps)
             else:
-                send_to_all(into, slope, channels - channel, size, steps, share)
+                add_to_all(out, slope, channels - channel, size, steps, share)
 
 
 @loops

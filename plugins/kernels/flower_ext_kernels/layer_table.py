@@ -5,18 +5,32 @@ This module imports nothing, because a process that trains must not load Numba.
 
 KIND, INPUTS, OUTPUTS, WEIGHT, BIAS = range(5)
 ACTIVATION, TRAINS_WEIGHT, TRAINS_BIAS, ACROSS, GROUPS, SETTING = range(5, 11)
-"""Columns of the network's table, which has one row per layer: the kind, the numbers of inputs and
-outputs, the positions of weight and bias among all numbers (−1 without one), the activation,
-whether weight and bias are trained, the total number of inputs of all earlier layers, groups, and a
-setting. Only a normalisation has groups. The setting is 1 / ε for a normalisation, the number of
-`LEVELS` that dropout drops, and the number of rows of the matrix that a turn exchanges."""
+"""Columns of the network's table, which has one row per layer.
+
+=================  ============================================================================
+column             meaning
+=================  ============================================================================
+`KIND`             kind of the layer, such as `DENSE`
+`INPUTS`           number of the layer's inputs for one example
+`OUTPUTS`          number of its outputs
+`WEIGHT`           position of its weight among all numbers of the network; −1 without a weight
+`BIAS`             position of its bias; −1 without a bias
+`ACTIVATION`       activation after the layer, such as `RELU`
+`TRAINS_WEIGHT`    1 if the weight is trained, else 0
+`TRAINS_BIAS`      1 if the bias is trained, else 0
+`ACROSS`           total number of inputs of all earlier layers
+`GROUPS`           number of groups of a normalisation
+`SETTING`          1 / ε of a normalisation; number of `LEVELS` that dropout drops; number of
+                   rows of the matrix that a turn transposes
+=================  ============================================================================
+"""
 CHANNELS, HEIGHT, WIDTH, FILTERS, OUT_HEIGHT, OUT_WIDTH = range(11, 17)
 KERNEL_HEIGHT, KERNEL_WIDTH, DOWN, RIGHT, PAD_DOWN, PAD_RIGHT = range(17, 23)
 """Columns for layers that move a window over images: channels and size of an image before and
 after the layer, size of the window, its steps, and the border of zeros."""
 COLUMNS = 23
 DENSE, NORM, DROP, TURN, CONVOLUTION, POOL, MEAN, IMAGE_NORM = range(8)
-"""Kinds of layers. A turn exchanges rows and columns of a matrix; `POOL` and `MEAN` take the
+"""Kinds of layers. A turn transposes a matrix; `POOL` and `MEAN` take the
 maximum and the mean of a window."""
 PLAIN, RELU, TANH, SIGMOID = range(4)
 """Activations after a layer."""

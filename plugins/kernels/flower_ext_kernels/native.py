@@ -32,8 +32,8 @@ from flower_ext_kernels.layer_table import SIGNATURES
 
 _HERE = Path(__file__).parent
 _SOURCES = [
-    *(_HERE / f"{name}.py" for name in ("between", "dense", "images", "layer_table", "native")),
-    *(_HERE / f"{name}.py" for name in ("passes", "products", "sgd", "tiles")),
+    *(_HERE / f"{name}.py" for name in ("dense", "images", "layer_table", "native")),
+    *(_HERE / f"{name}.py" for name in ("norms_and_dropout", "passes", "products", "sgd", "tiles")),
     Path(dropout.__file__),
 ]
 _LONGEST = 600.0
@@ -154,7 +154,7 @@ def _compiled() -> bytes:
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", __name__],
-            # Numba must not optimise, because it would optimise a function again for each caller.
+            # Numba must not optimize, because it would optimize a function again for each caller.
             env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), "NUMBA_OPT": "0"},
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -26,12 +26,14 @@ from torch.nn import functional
 from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.training.isolation import draws_generator
-from flower_ext.training.job import Job, refusing_layer
+from flower_ext.training.job import Job
+from flower_ext.training.kind import kind_of
 from flower_ext.training.models.dropout import draw_bits, draws_needed
 from flower_ext.training.params import Params, Sizes, sizes
 from flower_ext.training.problem import affine
-from flower_ext.training.task import Task, kind_of
-from flower_ext_kernels.chain import Layer, Part, chain
+from flower_ext.training.task import Task
+from flower_ext.training.trials.single_rows import refusing_layer
+from flower_ext_kernels.chain import Layer, Part, recognise_chain
 from flower_ext_kernels.layer_table import CHANNELS, COLUMNS, DROP, IMAGE_NORM, LINE, NORM
 
 log = getLogger("flwr")
@@ -52,7 +54,7 @@ threads; up to the second, as fast as PyTorch on many threads. The first limit i
 second is computed for 4 to 16 threads, from 110 GFLOP/s in this plug-in, and from 55 GFLOP/s per
 thread and 0.12 ms per step in PyTorch.
 """
-_NONE, _NO_TARGETS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+_NO_OFFSET, _NO_DRAWS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
 
 
 class CompiledNetwork:
@@ -84,17 +86,17 @@ class CompiledNetwork:
         below the number of outputs of the last layer.
         """
         starts = {id(job.params): job.params for job in jobs}  # jobs often share their start
-        plain = {key: all(map(_is_plain, params.values())) for key, params in starts.items()}
+        suits = {key: all(map(_is_float32_on_cpu, ps.values())) for key, ps in starts.items()}
         targets = [
-            _in_line(job.examples.targets)
-            if plain[id(job.params)] and _is_usual(job.examples)
+            _contiguous(job.examples.targets)
+            if suits[id(job.params)] and _has_supported_types(job.examples)
             else None
             for job in jobs
         ]
         fits = np.empty(len(jobs), np.int64)
-        where = np.array([0 if classes is None else classes.data_ptr() for classes in targets])
+        addresses = np.array([0 if classes is None else classes.data_ptr() for classes in targets])
         counts = np.array([0 if classes is None else classes.shape[0] for classes in targets])
-        _library().are_classes(where, counts, len(jobs), self.layers[-1].outputs, fits)
+        _library().are_classes(addresses, counts, len(jobs), self.layers[-1].outputs, fits)
         pairs = zip(targets, fits, strict=True)
         return [classes is not None and bool(fit) for classes, fit in pairs]
 
@@ -138,7 +140,7 @@ class CompiledNetwork:
         for row, job in enumerate(jobs):
             training, examples = job.training, job.examples
             count, size, steps = len(examples), training.batch_size, job.num_steps
-            features, targets = _in_line(examples.features), _in_line(examples.targets)
+            features, targets = _contiguous(examples.features), _contiguous(examples.targets)
             draws = self._drawn(job)  # first, because drawing batches changes the generator
             order = _order(count, math.ceil(steps / math.ceil(count / size)), job.generator)
             pull, offset = self._terms(job, names)
@@ -147,7 +149,7 @@ class CompiledNetwork:
             weights, start = rows.data_ptr() + 4 * self.size * row, begins[id(job.params)]
             numbers.append((weights, start.data_ptr(), features.data_ptr(), offset.data_ptr()))
             integers.append((targets.data_ptr(), order.data_ptr()))
-            counts.append((count, size, steps, offset is not _NONE))
+            counts.append((count, size, steps, offset is not _NO_OFFSET))
             rates.append((training.learning_rate, training.momentum, training.sam_radius, pull))
         columns = [np.array(part) for part in (numbers, integers, drawn, counts, rates)]
         table, memory_sizes = self._table(names), self._sizes(max(map(_batch, jobs)))
@@ -163,23 +165,23 @@ class CompiledNetwork:
         with ThreadPoolExecutor(parts) if parts > 1 else nullcontext() as pool:
             run = map if pool is None else pool.map
             list(run(train_part, ends, ends[1:]))
-        return {name: self.parts[name].of(rows) for name in names}
+        return {name: self.parts[name].parameter_of(rows) for name in names}
 
     def _joined(self, params: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
         """Return a row with the parameters ``names`` in their places, and zeros elsewhere."""
         row = torch.zeros(self.size)
         for name in names:
             part = self.parts[name]
-            row[part.where] = part.laid_out(params[name].detach())
+            row[part.slice] = part.laid_out(params[name].detach())
         return row
 
     def _terms(self, job: Job, names: Sequence[str]) -> tuple[float, Tensor]:
         """Return (pull, offset), where the job's extra terms have the gradient pull · w + offset.
 
-        Without extra terms, they are 0 and `_NONE`.
+        Without extra terms, they are 0 and `_NO_OFFSET`.
         """
         if not (terms := job.objective):
-            return 0.0, _NONE
+            return 0.0, _NO_OFFSET
         pull, offset = 0.0, torch.zeros(self.size)
         for slope, scale, direction in affine(terms):
             pull += slope
@@ -201,7 +203,7 @@ class CompiledNetwork:
     def _drawn(self, job: Job) -> Tensor:
         """Return all random numbers of dropout in a training, pass after pass."""
         count = self._draws(job)
-        return draw_bits(count, draws_generator(job.generator)) if count else _NO_TARGETS
+        return draw_bits(count, draws_generator(job.generator)) if count else _NO_DRAWS
 
     def gains_alone(self, job: Job) -> bool:
         """Return True if machine code on one thread trains a job at least as fast as PyTorch.
@@ -256,19 +258,19 @@ def _batch(job: Job) -> int:
     return min(len(job.examples), job.training.batch_size)
 
 
-def _in_line(values: Tensor) -> Tensor:
+def _contiguous(values: Tensor) -> Tensor:
     return values if values.is_contiguous() else values.contiguous()
 
 
-def _is_plain(numbers: Tensor) -> bool:
+def _is_float32_on_cpu(numbers: Tensor) -> bool:
     """Return True for float32 numbers on the CPU."""
     return numbers.dtype == torch.float32 and numbers.is_cpu
 
 
-def _is_usual(examples: Examples) -> bool:
+def _has_supported_types(examples: Examples) -> bool:
     """Return True for float32 features on the CPU, and one int64 target per example."""
     features, targets = examples.features, examples.targets
-    if not (_is_plain(features) and targets.dtype == torch.int64):
+    if not (_is_float32_on_cpu(features) and targets.dtype == torch.int64):
         return False
     return bool(targets.dim() == 1 and targets.is_cpu)
 
@@ -278,14 +280,14 @@ def _order(count: int, epochs: int, generator: torch.Generator) -> Tensor:
     if epochs == 1:
         return torch.randperm(count, generator=generator)
     orders = [torch.randperm(count, generator=generator) for _ in range(epochs)]
-    return torch.cat([_NO_TARGETS, *orders])
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *orders])  # there may be no epoch
 
 
 def form_for(task: Task, job: Job) -> CompiledNetwork | None:
     """Return the network that trains jobs like this one, or None if machine code cannot."""
     if task.loss is not functional.cross_entropy or task.torch_device().type != "cpu":
         return None
-    if not _is_usual(job.examples):
+    if not _has_supported_types(job.examples):
         return None
     features, targets = job.examples.features, job.examples.targets
     if refusing_layer(kind_of(task, features, targets, {})) is not None:  # `local` refuses it, too
@@ -327,7 +329,7 @@ def _network(
     model = build().train()
     if _hooked(model) or not all(parameter.requires_grad for parameter in model.parameters()):
         return None
-    layers = chain(model, shape)
+    layers = recognise_chain(model, shape)
     widths = [shape.numel(), *(layer.outputs for layer in layers)]
     if not layers or widths[:-1] != [layer.inputs for layer in layers]:
         return None

@@ -1,7 +1,6 @@
 """The passes of a mini-batch through a chain of layers, forwards and backwards, for Numba.
 
-The forward pass stores the outputs of all layers. A layer's outputs are in the order of examples. A
-*slope* is the derivative of the loss with respect to one number, such as an output of a layer.
+The forward pass stores the outputs of all layers. A layer's outputs are in the order of examples.
 """
 
 from __future__ import annotations
@@ -11,24 +10,14 @@ from typing import Any
 import numba
 import numpy as np
 
-from flower_ext_kernels.between import (
-    drop,
-    normalise,
-    normalise_image,
-    numbers_drawn,
-    send_image_norm,
-    send_norm,
-    through_image_norm,
-    through_norm,
-)
-from flower_ext_kernels.dense import multiply, send_dense, through_dense
+from flower_ext_kernels.dense import add_gradient_of_dense, backward_dense, multiply
 from flower_ext_kernels.images import (
+    add_gradient_of_convolution,
+    backward_convolution,
+    backward_pool,
     convolve,
     padded_size,
     pool,
-    send_convolution,
-    through_convolution,
-    through_pool,
     turn,
 )
 from flower_ext_kernels.layer_table import (
@@ -52,14 +41,24 @@ from flower_ext_kernels.layer_table import (
     TURN,
     WEIGHT,
 )
+from flower_ext_kernels.norms_and_dropout import (
+    add_gradient_of_image_norm,
+    add_gradient_of_norm,
+    backward_image_norm,
+    backward_norm,
+    drop,
+    normalise,
+    normalise_image,
+    numbers_drawn,
+)
 from flower_ext_kernels.products import (
     ONE,
     ZERO,
     activate,
+    backward_activation,
     exponential,
     loops,
     nothing,
-    through,
 )
 
 carray: Any = numba.carray  # type: ignore[attr-defined]
@@ -169,11 +168,11 @@ def _forward_images(
             convolve(weights, layer, image, outputs[row * layer[OUTPUTS] :], border)
     else:
         for row in range(count):
-            image, into = inputs[row * layer[INPUTS] :], outputs[row * layer[OUTPUTS] :]
+            image, out = inputs[row * layer[INPUTS] :], outputs[row * layer[OUTPUTS] :]
             if layer[KIND] == TURN:
-                turn(image[: layer[INPUTS]], layer[SETTING], into)
+                turn(image[: layer[INPUTS]], layer[SETTING], out)
             else:
-                pool(layer, image, into)
+                pool(layer, image, out)
 
 
 @loops
@@ -184,11 +183,11 @@ def backward(
     arrays: Arrays,
     count: int,
     drawn: np.ndarray,
-    into: np.ndarray,
+    out: np.ndarray,
     factor: np.float32,
     ahead: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    """Run the backward pass: add ``factor`` · gradient to ``into``, which may be ``weights``."""
+    """Run the backward pass: add ``factor`` · gradient to ``out``, which may be ``weights``."""
     outputs, slopes, norms, scratch = arrays
     # Layers below the lowest trained one need no slopes. Draws are used from the last one back.
     lowest, used_draws = 0, len(drawn)
@@ -196,40 +195,48 @@ def backward(
         lowest += 1
     for number in range(len(layers) - 1, lowest - 1, -1):
         layer = layers[number]
-        wide, high = layer[INPUTS], layer[OUTPUTS]
-        below, above = most * layer[ACROSS], most * (layer[ACROSS] + wide)
-        upper, down = slopes[above:][: count * high], slopes[below:]
-        through(upper, outputs[above:][: count * high], layer[ACTIVATION])
+        width, height = layer[INPUTS], layer[OUTPUTS]
+        below, above = most * layer[ACROSS], most * (layer[ACROSS] + width)
+        upper, input_slopes = slopes[above:][: count * height], slopes[below:]
+        backward_activation(upper, outputs[above:][: count * height], layer[ACTIVATION])
         if layer[KIND] == DROP:
             used_draws -= numbers_drawn(layer, count)
-            drop(layer, drawn[used_draws:], upper, down)
+            drop(layer, drawn[used_draws:], upper, input_slopes)
         elif layer[KIND] == NORM:
             unscaled, scales = norms[above:], norms[len(outputs) + above :]
             if number > lowest:
-                through_norm(weights, layer, upper, down, unscaled, scales)
-            send_norm(layer, upper, unscaled, into, factor)
+                backward_norm(weights, layer, upper, input_slopes, unscaled, scales)
+            add_gradient_of_norm(layer, upper, unscaled, out, factor)
         elif layer[KIND] == IMAGE_NORM:
             channel_scratch = carray(scratch, 3 * layer[CHANNELS])
-            # All slopes first: ``into`` may be the weights, which the slopes depend on.
+            # All slopes first: ``out`` may be the weights, which the slopes depend on.
             for row in range(count if number > lowest else 0):
-                place = above + row * high
+                place = above + row * height
                 unscaled, scales = norms[place:], norms[len(outputs) + place :]
-                slope = upper[row * high :][:high]
-                through_image_norm(
-                    weights, layer, slope, down[row * wide :], unscaled, scales, channel_scratch
+                slope = upper[row * height :][:height]
+                backward_image_norm(
+                    weights,
+                    layer,
+                    slope,
+                    input_slopes[row * width :],
+                    unscaled,
+                    scales,
+                    channel_scratch,
                 )
             for row in range(count):
-                slope, unscaled = upper[row * high :][:high], norms[above + row * high :]
-                send_image_norm(layer, slope, unscaled, into, factor, channel_scratch)
+                slope, unscaled = upper[row * height :][:height], norms[above + row * height :]
+                add_gradient_of_image_norm(layer, slope, unscaled, out, factor, channel_scratch)
         elif layer[KIND] == DENSE:
             if number > lowest:  # before its weights change
-                through_dense(weights, layer, count, upper, down)
+                backward_dense(weights, layer, count, upper, input_slopes)
             fetched = ahead if below == 0 else nothing(upper)
-            send_dense(layer, count, outputs[below:], upper, into, factor, fetched)
+            add_gradient_of_dense(layer, count, outputs[below:], upper, out, factor, fetched)
         else:
             if layer[KIND] == CONVOLUTION and number > lowest:  # before its weights change
-                _through_convolutions(weights, layer, count, upper, down, scratch)
-            _backward_images(layer, count, outputs[below:], upper, down, into, factor, scratch)
+                _backward_convolutions(weights, layer, count, upper, input_slopes, scratch)
+            _backward_images(
+                layer, count, outputs[below:], upper, input_slopes, out, factor, scratch
+            )
 
 
 @loops
@@ -238,43 +245,43 @@ def _backward_images(
     count: int,
     inputs: np.ndarray,
     slopes: np.ndarray,
-    down: np.ndarray,
-    into: np.ndarray,
+    input_slopes: np.ndarray,
+    out: np.ndarray,
     factor: np.float32,
     scratch: Any,
 ) -> None:
-    """Add a convolution's gradient to ``into``, or backpropagate through a pooling or a turn."""
-    wide, high = layer[INPUTS], layer[OUTPUTS]
+    """Add a convolution's gradient to ``out``, or backpropagate through a pooling or a turn."""
+    width, height = layer[INPUTS], layer[OUTPUTS]
     if layer[KIND] == CONVOLUTION:
         border = carray(scratch, padded_size(layer))
         for row in range(count):
-            image, slope = inputs[row * wide :][:wide], slopes[row * high :][:high]
-            send_convolution(layer, image, slope, into, factor, border)
+            image, slope = inputs[row * width :][:width], slopes[row * height :][:height]
+            add_gradient_of_convolution(layer, image, slope, out, factor, border)
     else:
         for row in range(count):
-            image, slope = inputs[row * wide :][:wide], slopes[row * high :][:high]
+            image, slope = inputs[row * width :][:width], slopes[row * height :][:height]
             if layer[KIND] == TURN:
-                turn(slope, wide // layer[SETTING], down[row * wide :])
+                turn(slope, width // layer[SETTING], input_slopes[row * width :])
             else:
-                through_pool(layer, image, slope, down[row * wide :])
+                backward_pool(layer, image, slope, input_slopes[row * width :])
 
 
 @loops
-def _through_convolutions(
+def _backward_convolutions(
     weights: np.ndarray,
     layer: np.ndarray,
     count: int,
     slopes: np.ndarray,
-    down: np.ndarray,
+    input_slopes: np.ndarray,
     scratch: Any,
 ) -> None:
-    wide, high, filters, size = layer[INPUTS], layer[OUTPUTS], layer[FILTERS], weight_size(layer)
+    width, height, filters, size = layer[INPUTS], layer[OUTPUTS], layer[FILTERS], weight_size(layer)
     turned = carray(scratch, size)
     border = carray(scratch, size + padded_size(layer))[size:]
     turn(weights[layer[WEIGHT] :][:size], size // filters, turned)
     for row in range(count):
-        slope = slopes[row * high :][:high]
-        through_convolution(turned, layer, slope, down[row * wide :], border)
+        slope = slopes[row * height :][:height]
+        backward_convolution(turned, layer, slope, input_slopes[row * width :], border)
 
 
 @loops

@@ -15,7 +15,7 @@ from flower_ext_kernels.layer_table import (
     SIGMOID,
     TANH,
 )
-from flower_ext_kernels.tiles import HIGH, LANES, WIDE, multiply_tile
+from flower_ext_kernels.tiles import LANES, TILE_HEIGHT, TILE_WIDTH, multiply_tile
 
 ONE, ZERO = np.float32(1), np.float32(0)
 STAY: Any = np.int64(0)
@@ -80,39 +80,39 @@ def portion(values: np.ndarray, number: int, of: int) -> np.ndarray:
 
 
 @loops
-def copy(values: np.ndarray, into: np.ndarray) -> None:
-    """Write ``values`` to the beginning of ``into``."""
+def copy(values: np.ndarray, out: np.ndarray) -> None:
+    """Write ``values`` to the beginning of ``out``."""
     for i in range(len(values)):  # several times as fast as an assignment
-        into[i] = values[i]
+        out[i] = values[i]
 
 
 @loops
-def fill(into: np.ndarray, value: np.float32) -> None:
-    """Set every number of ``into`` to ``value``."""
-    for i in range(len(into)):
-        into[i] = value
+def fill(out: np.ndarray, value: np.float32) -> None:
+    """Set every number of ``out`` to ``value``."""
+    for i in range(len(out)):
+        out[i] = value
 
 
 @loops
 def add_product(
-    into: np.ndarray,
+    out: np.ndarray,
     left: np.ndarray,
     right: np.ndarray,
     shape: tuple[int, int, int, int],
     steps: tuple[int, int, int, int, int, int],
     factor: np.float32,
 ) -> None:
-    """Add a product to ``into`` as `multiply_tile` does, for any number of rows and columns."""
+    """Add a product to ``out`` as `multiply_tile` does, for any number of rows and columns."""
     rows, columns, inner, outer = shape
-    into_row, left_row = steps[0], steps[1]
-    high, wide = share(rows, HIGH), LANES * share(-(-columns // LANES), WIDE)
-    for column in range(0, columns, wide):
-        for row in range(0, rows, high):
+    out_row, left_row = steps[0], steps[1]
+    height, width = share(rows, TILE_HEIGHT), LANES * share(-(-columns // LANES), TILE_WIDTH)
+    for column in range(0, columns, width):
+        for row in range(0, rows, height):
             multiply_tile(
-                into[row * into_row + column :],
+                out[row * out_row + column :],
                 left[row * left_row :],
                 right[column:],
-                (min(high, rows - row), min(wide, columns - column), inner, outer),
+                (min(height, rows - row), min(width, columns - column), inner, outer),
                 steps,
                 factor,
             )
@@ -159,7 +159,7 @@ def activate(values: np.ndarray, kind: int) -> None:
 
 
 @loops
-def through(slopes: np.ndarray, outputs: np.ndarray, kind: int) -> None:
+def backward_activation(slopes: np.ndarray, outputs: np.ndarray, kind: int) -> None:
     """Backpropagate ``slopes`` in place through an activation, from its outputs to its inputs."""
     if kind == RELU:
         for i in range(len(slopes)):

@@ -107,11 +107,8 @@ def train(
     layers = carray(table, (depth, COLUMNS))
     count_of, rate_of = carray(counts, (jobs, JOB_COUNTS)), carray(rates, (jobs, JOB_RATES))
     for job in range(jobs):
-        first_number, first_integer, count = (
-            JOB_NUMBERS * job,
-            JOB_INTEGERS * job,
-            count_of[job, COUNT],
-        )
+        first_number, first_integer = JOB_NUMBERS * job, JOB_INTEGERS * job
+        count = count_of[job, COUNT]
         weights = carray(numbers[first_number + WEIGHTS], size)
         copy(carray(numbers[first_number + START], size), weights)
         following = min(job + 1, jobs - 1)  # the last job fetches its own, in vain
@@ -268,11 +265,11 @@ def _add_terms(
 
 
 @loops
-def _climb(weights: np.ndarray, slope: np.ndarray, radius: np.float32, into: np.ndarray) -> None:
-    """Write SAM's point w + q g/‖g‖, with g = ``slope``, to ``into``; w itself if g is 0."""
+def _climb(weights: np.ndarray, slope: np.ndarray, radius: np.float32, out: np.ndarray) -> None:
+    """Write SAM's point w + q g/‖g‖, with g = ``slope``, to ``out``; w itself if g is 0."""
     total = 0.0  # in double precision, so that small squares count next to a large sum
     for value in slope:
         total += value * value
     scale = radius / np.float32(math.sqrt(total)) if total > 0 else ZERO
     for i in range(len(weights)):
-        into[i] = weights[i] + scale * slope[i]
+        out[i] = weights[i] + scale * slope[i]

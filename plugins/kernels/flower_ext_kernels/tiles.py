@@ -23,7 +23,7 @@ LANES = 16 if _MANY else 8
 """Numbers in a vector of this processor."""
 # A tile needs a register for each sum, for each vector of one matrix, and for one vector of the
 # other: 25 + 5 + 1 of the 32 registers of AVX-512, or 12 + 2 + 1 of the 16 of AVX2.
-HIGH, WIDE = (5, 5) if _MANY else (6, 2)
+TILE_HEIGHT, TILE_WIDTH = (5, 5) if _MANY else (6, 2)
 """Most rows of a tile, and most vectors in a row (columns for `dot_tile`); all of a tile's sums fit
 the registers."""
 
@@ -115,7 +115,7 @@ class _Vectors:
     def cells(self, shape: Any, steps: Any) -> Iterator[Any]:
         """Repeat the block for every cell of a window; yield its distance from the first cell.
 
-        ``shape`` is (high, wide); ``steps`` is (down, right).
+        ``shape`` is (height, width); ``steps`` is (down, right).
         """
         with self.loop(shape[0]) as row, self.loop(shape[1]) as column:
             yield self.builder.add(self.product(row, steps[0]), self.product(column, steps[1]))
@@ -126,9 +126,9 @@ def _start(context: Any, builder: Any, kind: Any, array: Any) -> Any:
 
 
 def _multiplied(
-    typing_context: Any, into: Any, left: Any, right: Any, shape: Any, steps: Any, factor: Any
+    typing_context: Any, out: Any, left: Any, right: Any, shape: Any, steps: Any, factor: Any
 ) -> Any:
-    """Add a tile of a product to ``into``; see `multiply_tile`."""
+    """Add a tile of a product to ``out``; see `multiply_tile`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         starts = [_start(context, builder, signature.args[i], arguments[i]) for i in range(3)]
@@ -144,27 +144,29 @@ def _multiplied(
         needed = builder.sdiv(last, _WHOLE(LANES))
         full = builder.icmp_signed("==", builder.srem(columns, _WHOLE(LANES)), _WHOLE(0))
         choice = builder.add(builder.mul(needed, _WHOLE(2)), builder.zext(full, _WHOLE))
-        choice = builder.add(rows, builder.mul(choice, _WHOLE(HIGH)))
+        choice = builder.add(rows, builder.mul(choice, _WHOLE(TILE_HEIGHT)))
         end = builder.append_basic_block()
         switch = builder.switch(choice, end)
-        for across in range(WIDE):
+        for across in range(TILE_WIDTH):
             for masked in (True, False):
-                for high in range(1, HIGH + 1):
+                for height in range(1, TILE_HEIGHT + 1):
                     tile = builder.append_basic_block()
-                    switch.add_case(_WHOLE(high + HIGH * (2 * across + (not masked))), tile)
+                    switch.add_case(
+                        _WHOLE(height + TILE_HEIGHT * (2 * across + (not masked))), tile
+                    )
                     builder.position_at_end(tile)
                     masks = [None] * across + [vectors.mask(columns, across) if masked else None]
-                    _tile(vectors, high, masks, inner, outer, starts, steps, arguments[5])
+                    _tile(vectors, height, masks, inner, outer, starts, steps, arguments[5])
                     builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
 
-    return types.void(into, left, right, shape, steps, types.float32), generate
+    return types.void(out, left, right, shape, steps, types.float32), generate
 
 
 def _tile(
     vectors: _Vectors,
-    high: int,
+    height: int,
     masks: Sequence[Any],
     inner: Any,
     outer: Any,
@@ -172,11 +174,11 @@ def _tile(
     steps: Sequence[Any],
     factor: Any,
 ) -> None:
-    """Write the code for a tile of ``high`` rows, with a vector for each mask."""
+    """Write the code for a tile of ``height`` rows, with a vector for each mask."""
     builder = vectors.builder
-    into, left, right = starts
-    into_row, left_row, left_inner, left_outer, right_inner, right_outer = steps
-    sums = [[vectors.variable() for _ in masks] for _ in range(high)]
+    out, left, right = starts
+    out_row, left_row, left_inner, left_outer, right_inner, right_outer = steps
+    sums = [[vectors.variable() for _ in masks] for _ in range(height)]
     with vectors.loop(outer) as turn:
         lefts = vectors.place(left, vectors.product(turn, left_outer))
         rights = vectors.place(right, vectors.product(turn, right_outer))
@@ -188,21 +190,21 @@ def _tile(
                 for number, mask in enumerate(masks)
             ]
             # Every loaded vector serves all rows, and every number of the left matrix all vectors.
-            for row in range(high):
+            for row in range(height):
                 value = builder.load(vectors.place(left_step, vectors.product(row, left_row)))
                 value = vectors.every(value)
                 for number, place in enumerate(sums[row]):
                     builder.store(vectors.fused(value, loaded[number], builder.load(place)), place)
     scale = vectors.every(factor)
-    for row in range(high):
-        begin = vectors.place(into, vectors.product(row, into_row))
+    for row in range(height):
+        begin = vectors.place(out, vectors.product(row, out_row))
         for number, place in enumerate(sums[row]):
             target = vectors.place(begin, number * LANES)
             value = vectors.fused(scale, builder.load(place), vectors.load(target, masks[number]))
             vectors.store(value, target, masks[number])
 
 
-def _dotted(typing_context: Any, into: Any, left: Any, right: Any, shape: Any, steps: Any) -> Any:
+def _dotted(typing_context: Any, out: Any, left: Any, right: Any, shape: Any, steps: Any) -> Any:
     """Write a tile of a product with a transposed matrix; see `dot_tile`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -213,30 +215,35 @@ def _dotted(typing_context: Any, into: Any, left: Any, right: Any, shape: Any, s
         )
         rows, columns, inner = shape
         end = builder.append_basic_block()
-        choice = builder.add(rows, builder.mul(columns, _WHOLE(HIGH + 1)))
+        choice = builder.add(rows, builder.mul(columns, _WHOLE(TILE_HEIGHT + 1)))
         switch = builder.switch(choice, end)
-        for wide in range(1, WIDE + 1):
-            for high in range(1, HIGH + 1):
+        for width in range(1, TILE_WIDTH + 1):
+            for height in range(1, TILE_HEIGHT + 1):
                 tile = builder.append_basic_block()
-                switch.add_case(_WHOLE(high + (HIGH + 1) * wide), tile)
+                switch.add_case(_WHOLE(height + (TILE_HEIGHT + 1) * width), tile)
                 builder.position_at_end(tile)
-                _dot_tile(_Vectors(builder), high, wide, inner, starts, steps)
+                _dot_tile(_Vectors(builder), height, width, inner, starts, steps)
                 builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
 
-    return types.void(into, left, right, shape, steps), generate
+    return types.void(out, left, right, shape, steps), generate
 
 
 def _dot_tile(
-    vectors: _Vectors, high: int, wide: int, inner: Any, starts: Sequence[Any], steps: Sequence[Any]
+    vectors: _Vectors,
+    height: int,
+    width: int,
+    inner: Any,
+    starts: Sequence[Any],
+    steps: Sequence[Any],
 ) -> None:
-    """Write the code for a tile of ``high`` rows and ``wide`` columns."""
+    """Write the code for a tile of ``height`` rows and ``width`` columns."""
     builder = vectors.builder
-    into, left, right = starts
-    into_row, left_row, right_row = steps
-    lefts = [vectors.place(left, vectors.product(row, left_row)) for row in range(high)]
-    rights = [vectors.place(right, vectors.product(row, right_row)) for row in range(wide)]
+    out, left, right = starts
+    out_row, left_row, right_row = steps
+    lefts = [vectors.place(left, vectors.product(row, left_row)) for row in range(height)]
+    rights = [vectors.place(right, vectors.product(row, right_row)) for row in range(width)]
     # The numbers along the sum are neighbours in both matrices. Each lane therefore sums a part of
     # them, and only at the end are the lanes added up.
     sums = [[vectors.variable() for _ in rights] for _ in lefts]
@@ -256,7 +263,7 @@ def _dot_tile(
     with builder.if_then(builder.icmp_signed(">", rest, _WHOLE(0))):
         add(done, vectors.mask(rest, 0))
     for row, places in enumerate(sums):
-        begin = vectors.place(into, vectors.product(row, into_row))
+        begin = vectors.place(out, vectors.product(row, out_row))
         for column, place in enumerate(places):
             builder.store(vectors.total(builder.load(place)), vectors.place(begin, column))
 
@@ -289,7 +296,7 @@ def _window_intrinsic(write: Callable[..., None]) -> Any:
 
 
 def _sum(
-    vectors: _Vectors, mask: Any, shape: Any, steps: Any, into: Any, values: Any, factor: Any
+    vectors: _Vectors, mask: Any, shape: Any, steps: Any, out: Any, values: Any, factor: Any
 ) -> None:
     """Write ``factor`` times the sum over a window; see `find_sum`."""
     builder, total = vectors.builder, vectors.variable()
@@ -297,29 +304,29 @@ def _sum(
         loaded = vectors.load(vectors.place(values, step), mask)
         builder.store(builder.fadd(builder.load(total), loaded), total)
     scaled = builder.fmul(builder.load(total), vectors.every(factor))
-    vectors.store(scaled, into, mask)
+    vectors.store(scaled, out, mask)
 
 
 def _spread(
-    vectors: _Vectors, mask: Any, shape: Any, steps: Any, into: Any, slopes: Any, factor: Any
+    vectors: _Vectors, mask: Any, shape: Any, steps: Any, out: Any, slopes: Any, factor: Any
 ) -> None:
-    """Add ``factor`` times slopes to all cells of a window; see `send_to_all`."""
+    """Add ``factor`` times slopes to all cells of a window; see `add_to_all`."""
     scale, loaded = vectors.every(factor), vectors.load(slopes, mask)
     with vectors.cells(shape, steps) as step:
-        place = vectors.place(into, step)
+        place = vectors.place(out, step)
         vectors.store(vectors.fused(scale, loaded, vectors.load(place, mask)), place, mask)
 
 
-def _largest(vectors: _Vectors, mask: Any, shape: Any, steps: Any, into: Any, values: Any) -> None:
+def _largest(vectors: _Vectors, mask: Any, shape: Any, steps: Any, out: Any, values: Any) -> None:
     """Write the maxima over a window; see `find_largest`."""
     maxima = _maxima(vectors, values, mask, shape, steps)
-    vectors.store(vectors.builder.load(maxima), into, mask)
+    vectors.store(vectors.builder.load(maxima), out, mask)
 
 
-def _send(
-    vectors: _Vectors, mask: Any, shape: Any, steps: Any, into: Any, slopes: Any, values: Any
+def _add_to_maxima(
+    vectors: _Vectors, mask: Any, shape: Any, steps: Any, out: Any, slopes: Any, values: Any
 ) -> None:
-    """Add slopes to the cells with the maxima; see `send_to_largest`."""
+    """Add slopes to the cells with the maxima; see `add_to_largest`."""
     builder = vectors.builder
     best = builder.load(_maxima(vectors, values, mask, shape, steps))
     unsent = vectors.variable()  # the slopes that no cell has received yet
@@ -328,7 +335,7 @@ def _send(
         loaded = vectors.load(vectors.place(values, step), mask)
         # "ueq" is also true if the maximum is NaN, so that its slope goes somewhere, too.
         hit = builder.fcmp_unordered("ueq", loaded, best)
-        place, rest = vectors.place(into, step), builder.load(unsent)
+        place, rest = vectors.place(out, step), builder.load(unsent)
         old = vectors.load(place, mask)
         vectors.store(builder.fadd(old, builder.select(hit, rest, _NOTHING)), place, mask)
         builder.store(builder.select(hit, _NOTHING, rest), unsent)
@@ -348,40 +355,41 @@ def _maxima(vectors: _Vectors, values: Any, mask: Any, shape: Any, steps: Any) -
 
 
 multiply_tile: Any = intrinsic(_multiplied)
-"""``multiply_tile(into, left, right, shape, steps, factor)``.
+"""``multiply_tile(out, left, right, shape, steps, factor)``.
 
-Add ``factor`` times a product to ``into``. For all rows r and columns n of a tile, the element
-``into[r · into_row + n]`` grows by ``factor`` times the sum over u and k of
+Add ``factor`` times a product to ``out``. For all rows r and columns n of a tile, the element
+``out[r · out_row + n]`` grows by ``factor`` times the sum over u and k of
 ``left[r · left_row + k · left_inner + u · left_outer] ·
 right[n + k · right_inner + u · right_outer]``. Rows are added one after the other, so that rows of
-``into`` may overlap. ``shape`` is (rows, columns, inner, outer); ``steps`` is (into_row,
+``out`` may overlap. ``shape`` is (rows, columns, inner, outer); ``steps`` is (out_row,
 left_row, left_inner, left_outer, right_inner, right_outer).
 """
 dot_tile: Any = intrinsic(_dotted)
-"""``dot_tile(into, left, right, (rows, columns, inner), (into_row, left_row, right_row))``.
+"""``dot_tile(out, left, right, (rows, columns, inner), (out_row, left_row, right_row))``.
 
 Write a product with a transposed matrix: for all rows r and columns n of a tile,
-``into[r · into_row + n]`` is the sum over k of ``left[r · left_row + k] ·
-right[n · right_row + k]``. A tile has up to `HIGH` rows and `WIDE` columns.
+``out[r · out_row + n]`` is the sum over k of ``left[r · left_row + k] ·
+right[n · right_row + k]``. A tile has up to `TILE_HEIGHT` rows and `TILE_WIDTH` columns.
 """
 find_largest: Any = _window_intrinsic(_largest)
-"""``find_largest(into, values, columns, (high, wide), (down, right))``: maxima over a window.
+"""``find_largest(out, values, columns, (height, width), (down, right))``: maxima over a window.
 
-The window has ``high`` · ``wide`` cells. Each cell lies ``down`` numbers after the cell above it,
-and ``right`` numbers after the cell to its left. A cell has up to `LANES` columns, one number each.
+The window has ``height`` · ``width`` cells. Each cell lies ``down`` numbers after the cell above
+it, and ``right`` numbers after the cell to its left. A cell has up to `LANES` columns, one number
+each.
 """
-send_to_largest: Any = _window_intrinsic(_send)
-"""``send_to_largest(into, slopes, values, columns, (high, wide), (down, right))``.
+add_to_largest: Any = _window_intrinsic(_add_to_maxima)
+"""``add_to_largest(out, slopes, values, columns, (height, width), (down, right))``.
 
-Add ``slopes`` to ``into``: in each column, to the first cell with the maximum of ``values``.
+Add ``slopes`` to ``out``: in each column, to the first cell with the maximum of ``values``.
 """
 find_sum: Any = _window_intrinsic(_sum)
-"""``find_sum(into, values, columns, (high, wide), (down, right), factor)``.
+"""``find_sum(out, values, columns, (height, width), (down, right), factor)``.
 
-Write ``factor`` times the sum over a window to ``into``.
+Write ``factor`` times the sum over a window to ``out``.
 """
-send_to_all: Any = _window_intrinsic(_spread)
-"""``send_to_all(into, slopes, columns, (high, wide), (down, right), factor)``.
+add_to_all: Any = _window_intrinsic(_spread)
+"""``add_to_all(out, slopes, columns, (height, width), (down, right), factor)``.
 
-Add ``factor`` times ``slopes`` to ``into`` at all cells.
+Add ``factor`` times ``slopes`` to ``out`` at all cells.
 """

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from flower_ext.data import Examples
 from flower_ext.training import Job, LocalTraining, train_groups
-from flower_ext_kernels import chain as chains
 from flower_ext_kernels import network
+from flower_ext_kernels.chain import recognise_chain
 from flower_ext_kernels.layer_table import POOL, RELU
 from tests.support.grids import grid
 from tests.support.jobs import one_by_one, problem, same, train_many
@@ -208,7 +208,7 @@ def test_a_diverged_model_stays_diverged_and_moves_no_bit_of_others(model, value
 
 
 def test_relu_follows_max_pooling():
-    layers = chains.chain(Usual(), torch.Size([3, 12, 10]))
+    layers = recognise_chain(Usual(), torch.Size([3, 12, 10]))
     assert [layer.activation for layer in layers if layer.kind == POOL] == [RELU, RELU]
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.labels import KEY_BYTES
+from flower_ext.secure.keys_and_ciphers import KEY_BYTES
 from flower_ext.secure.weighting.oblivious import Receiver, Sender
 from flower_ext_lattice.settings import DRAW_TEXT_BYTES, LatticeSettings
 

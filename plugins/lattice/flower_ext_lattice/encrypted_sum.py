@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flower_ext.secure.aggregation.mask_streams import apply_mask
-from flower_ext.secure.labels import derive
+from flower_ext.secure.keys_and_ciphers import derive
 from flower_ext.secure.threads import map_slices
 from flower_ext_lattice import ring
 from flower_ext_lattice.keys import SecretKey
@@ -28,8 +28,9 @@ from flower_ext_lattice.settings import (
     WEIGHT_BITS,
     LatticeSettings,
 )
+from flower_ext_lattice.six_byte_words import pack, unpack
 
-_CUT_BITS = 64 - 8 * FIRST_WORD_BYTES
+_CUT_BITS = np.uint64(64 - 8 * FIRST_WORD_BYTES)
 """Number of low bits of each word of c0 that a silo does not send."""
 _SQUARES = 512
 """Number of partial sums of squares; with several, additions do not wait for one another."""
@@ -109,24 +110,24 @@ class EncryptedSum:
             `OpenedWeights.encryptions`.
         """
         scale = 1.0 / self._settings.step
-        # True for each update after which a total is full: see `ROOM`.
+        # Reduce after every `ROOM` products, before float64 loses exactness.
         reducing = [(self._added + at) % ROOM == ROOM - 1 for at in range(len(updates))]
 
         def work(parts: Sequence[tuple[Group, int]]) -> list[Reals]:
-            x, of_parts = np.zeros(GROUP), []
+            scratch, of_parts = np.zeros(GROUP), []
             for group, prime in parts:
                 squares, totals = np.zeros((len(updates), _SQUARES)), self._totals[group.number]
                 for at, update in enumerate(updates):
                     values = group.spread(update[group.coordinates])
                     ring.add_encoded(
                         values,
-                        scale,
-                        float(counts[at]),
-                        squares[at],
-                        x,
-                        encryptions[at][prime],
-                        totals[prime],
-                        prime,
+                        scale=scale,
+                        count=float(counts[at]),
+                        squares=squares[at],
+                        scratch=scratch,
+                        multipliers=encryptions[at][prime],
+                        totals=totals[prime],
+                        prime=prime,
                     )
                     if reducing[at]:
                         for total in totals[prime]:
@@ -179,8 +180,7 @@ class EncryptedSum:
                 for key, subtract in masks:
                     apply_mask(derive(key, "first", group.number), words_of_c0, subtract=subtract)
                     apply_mask(derive(key, "second", group.number), words_of_c1, subtract=subtract)
-                raw = words_of_c0.astype("<u8", copy=False).view(np.uint8).reshape(-1, 8)
-                first[group.coordinates] = raw[:, 8 - FIRST_WORD_BYTES :]
+                first[group.coordinates] = pack(words_of_c0 >> _CUT_BITS)
                 second[group.words] = words_of_c1
             return [None] * len(groups)
 
@@ -218,7 +218,7 @@ def decrypted(
     sums = list(messages)
     result = np.empty(settings.coordinates)
     # The expected sum of all silos' dithers, less that of the bytes that they drop from words.
-    middle = len(sums) * (_HALF_STEP - 2 ** (_CUT_BITS - 1))
+    middle = len(sums) * (_HALF_STEP - 2 ** (int(_CUT_BITS) - 1))
 
     def work(groups: Sequence[Group]) -> list[None]:
         for group in groups:
@@ -246,9 +246,7 @@ def _add(
     # Sums wrap modulo 2^64, where the silos' masks cancel.
     for message in sums:
         words = np.frombuffer(message.first, np.uint8).reshape(-1, FIRST_WORD_BYTES)
-        raw = np.zeros((len(first), 8), np.uint8)
-        raw[:, 8 - FIRST_WORD_BYTES :] = words[group.coordinates]
-        first += raw.view("<u8")[:, 0]
+        first += unpack(words[group.coordinates]) << _CUT_BITS
         second += np.frombuffer(message.second, "<u8")[group.words]
 
 
@@ -260,9 +258,8 @@ def _opened(group: Group, secret: SecretKey, second: NDArray[np.uint64]) -> NDAr
     residues = np.empty((2, len(second)))
     for prime in range(len(PRIMES)):
         total = np.zeros((1, GROUP))
-        ring.add_products(
-            ring.split(spread, prime), secret.transforms[prime : prime + 1], total, prime
-        )
+        factor = secret.transforms[prime : prime + 1]
+        ring.add_products(ring.to_residues(spread, prime), factor, total, prime)
         ring.invert(total[0], prime)
         residues[prime] = group.flat(total[0])
     product = np.zeros(len(second), np.int64)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flower_ext.secure.labels import derive
+from flower_ext.secure.keys_and_ciphers import derive
 from flower_ext_lattice import ring
 from flower_ext_lattice.layout import DEGREE
 from flower_ext_lattice.ring import PRIMES, Reals

@@ -53,8 +53,8 @@ class LatticeWeights(ProtocolMessage):
     pad in common, even if they belong to one epoch. ``words`` holds the words of b_u except the
     word of the constant coefficient. ``sealed`` holds, for each user, M candidates for that word;
     the silos can open one of them. If the draw is secret, there are two columns of candidates.
-    ``columns`` then holds the columns' sealed keys, and ``offer`` is the server's offer, for which
-    silo 0 made all silos' choices. Without a secret draw, ``columns`` and ``offer`` are empty.
+    ``sealed_columns`` then holds the columns' sealed keys, and ``offer`` is the server's offer, for
+    which silo 0 made all silos' choices. Without a secret draw, both are empty.
     """
 
     kind = b"LWew"
@@ -64,7 +64,7 @@ class LatticeWeights(ProtocolMessage):
     words: bytes
     sealed: bytes
     offer: bytes = b""
-    columns: bytes = b""
+    sealed_columns: bytes = b""
 
     @classmethod
     def _lengths(cls, settings: LatticeSettings) -> Mapping[str, int]:
@@ -74,9 +74,9 @@ class LatticeWeights(ProtocolMessage):
         return {
             "nonce": NONCE_BYTES,
             "words": settings.users * (DEGREE - 1) * word,
-            "sealed": settings.users * settings.table_size * settings.columns * word,
+            "sealed": settings.users * settings.table_size * settings.num_columns * word,
             "offer": POINT_BYTES if hidden else 0,
-            "columns": texts * (DRAW_TEXT_BYTES + SEAL_BYTES),
+            "sealed_columns": texts * (DRAW_TEXT_BYTES + SEAL_BYTES),
         }
 
 

@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue
-from flower_ext_lattice import ring_loops
-from flower_ext_lattice.layout import DEGREE, GROUP, LANES
+from flower_ext_lattice import ring_loops, six_byte_words
+from flower_ext_lattice.layout import DEGREE, LANES
 
 Reals: TypeAlias = NDArray[np.float64]
 Bytes: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
 
-RESIDUE_BYTES = 6
+RESIDUE_BYTES = six_byte_words.WORD_BYTES
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ def add_products(x: Reals, multipliers: Reals, totals: Reals, prime: int) -> Non
 
 def add_encoded(
     values: NDArray[Any],
+    *,
     scale: float,
     count: float,
     squares: Reals,
@@ -155,13 +156,12 @@ def _alternating(polynomials: Reals) -> Reals:
 
 def transformed(polynomials: Reals, prime: int) -> Reals:
     """Return the transforms, reduced, of polynomials (count, DEGREE)."""
-    nothing = np.empty((0, DEGREE)), np.empty((0, GROUP))  # products with no polynomial
     result = np.empty(polynomials.shape)
     for start in range(0, len(polynomials), LANES):
         part = polynomials[start : start + LANES]
         x = _alternating(part)
         ring_loops.reduce(x, PRIMES[prime].q)
-        add_products(x, *nothing, prime)
+        ring_loops.transform(x, PRIMES[prime].modulus)
         ring_loops.reduce(x, PRIMES[prime].q)
         result[start : start + LANES] = x.reshape(DEGREE, LANES).T[: len(part)]
     return result
@@ -223,10 +223,10 @@ def switch(residues: Reals, high: Reals, low: NDArray[np.int64]) -> NDArray[np.u
     return words
 
 
-def split(words: NDArray[np.int64], prime: int) -> Reals:
+def to_residues(words: NDArray[np.int64], prime: int) -> Reals:
     """Return the residues of signed 64-bit words modulo a prime."""
     x = np.empty(len(words))
-    ring_loops.split(words, PRIMES[prime].q, x)
+    ring_loops.to_residues(words, PRIMES[prime].q, x)
     return x
 
 
@@ -241,8 +241,7 @@ def add_joined(words: NDArray[np.int64], residues: Reals) -> None:
 
 def to_words(residues: Reals) -> bytes:
     """Return nonnegative residues of any shape as words."""
-    raw = np.ascontiguousarray(residues.astype("<u8")).view(np.uint8)
-    return raw.reshape(-1, 8)[:, :RESIDUE_BYTES].tobytes()
+    return six_byte_words.pack(residues.reshape(-1).astype(np.uint64)).tobytes()
 
 
 def from_words(data: Bytes, shape: tuple[int, ...], *, name: str) -> Reals:
@@ -255,9 +254,8 @@ def from_words(data: Bytes, shape: tuple[int, ...], *, name: str) -> Reals:
     ValueError
         A word is not below its prime; the error names the message ``name``.
     """
-    raw = np.zeros((int(np.prod(shape)), 8), np.uint8)
-    raw[:, :RESIDUE_BYTES] = np.frombuffer(data, np.uint8).reshape(-1, RESIDUE_BYTES)
-    residues = raw.view("<u8").reshape(shape).astype(np.float64)
+    words = np.frombuffer(data, np.uint8).reshape(-1, RESIDUE_BYTES)
+    residues = six_byte_words.unpack(words).reshape(shape).astype(np.float64)
     for of_prime, prime in zip(residues, PRIMES, strict=True):
         if of_prime.size and of_prime.max() >= prime.q:
             raise InvalidValue(f"{name}: expected numbers below the prime {prime.value}")

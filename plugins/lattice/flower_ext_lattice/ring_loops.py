@@ -211,16 +211,34 @@ def _add_row(row: Any, factors: Any, total: Any, modulus: Any) -> None:
 
 
 @_fast
+def _transformed_row(x: Any, r: Any, modulus: Any) -> Any:
+    """Apply the last six stages to row ``r`` of ``x``, in place, and return the row.
+
+    These stages combine only numbers of the same row. Finish one row after the other, while it is
+    in the nearest cache.
+    """
+    row = x[r * _ROW : (r + 1) * _ROW]
+    for stage in (1, 4, 16):
+        _two_stages(row, stage * (_ROWS + r), stage, modulus)
+    return row
+
+
+@_fast
+def transform(x: Any, modulus: Any) -> None:
+    """Transform eight alternating polynomials in place; ``modulus`` is `ring.Prime.modulus`."""
+    for stage in (1, 4, 16):
+        _two_stages(x, stage, stage, modulus)
+    for r in range(_ROWS):
+        _transformed_row(x, r, modulus)
+
+
+@_fast
 def _add_later_stages(x: Any, multipliers: Any, totals: Any, modulus: Any) -> None:
     """Transform from the third stage on; add the products with ``multipliers`` to ``totals``."""
     for stage in (4, 16):
         _two_stages(x, stage, stage, modulus)
-    # From here on, only numbers of the same row are combined. Finish one row after the other, while
-    # it is in the nearest cache.
     for r in range(_ROWS):
-        row = x[r * _ROW : (r + 1) * _ROW]
-        for stage in (1, 4, 16):
-            _two_stages(row, stage * (_ROWS + r), stage, modulus)
+        row = _transformed_row(x, r, modulus)
         for part in range(multipliers.shape[0]):
             factors = multipliers[part, r * _COLUMNS : (r + 1) * _COLUMNS]
             _add_row(row, factors, totals[part, r * _ROW : (r + 1) * _ROW], modulus)
@@ -340,8 +358,8 @@ def switch(mod_q1: Any, mod_q2: Any, high: Any, low: Any, constants: Any, words:
 
 
 @_fast
-def split(words: Any, q: Any, x: Any) -> None:
-    """Implement `ring.split`; residues are of magnitude up to q."""
+def to_residues(words: Any, q: Any, x: Any) -> None:
+    """Implement `ring.to_residues`; residues are of magnitude up to q."""
     p = 1.0 / q
     for i in range(words.shape[0]):
         word = words[i]  # of 64 bits, more than float64 has: split it, with the sign in ``top``

@@ -7,10 +7,12 @@ import secrets
 import numpy as np
 from numpy.typing import NDArray
 
-from flower_ext.secure.labels import KEY_BYTES, derive, keystream
+from flower_ext.privacy.randomness import keystream
+from flower_ext.secure.keys_and_ciphers import KEY_BYTES, derive
 from flower_ext_lattice.layout import DEGREE
 from flower_ext_lattice.ring import PRIMES, RESIDUE_BYTES, Reals
 from flower_ext_lattice.settings import ERROR_BOUND
+from flower_ext_lattice.six_byte_words import unpack
 
 _ERROR_MASK = np.uint64((1 << ERROR_BOUND) - 1)
 _TERNARY_LIMIT = 255  # a multiple of three
@@ -75,9 +77,8 @@ class Stream:
         """
         accepted = np.empty(0)  # skips are rarer than 1 in 10^9: the primes are just below 2^48
         while len(accepted) < count:
-            raw = np.zeros((count - len(accepted) + 4, 8), np.uint8)
-            raw[:, :RESIDUE_BYTES] = self.octets(len(raw) * RESIDUE_BYTES).reshape(len(raw), -1)
-            drawn = raw.view("<u8")[:, 0].astype(np.float64)
+            octets = self.octets((count - len(accepted) + 4) * RESIDUE_BYTES)
+            drawn = unpack(octets.reshape(-1, RESIDUE_BYTES)).astype(np.float64)
             accepted = np.concatenate([accepted, drawn[drawn < PRIMES[prime].q]])
         return accepted[:count]
 

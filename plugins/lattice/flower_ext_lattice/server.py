@@ -79,7 +79,7 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
         """Return weights in two columns (see `columns`), so that no party knows who is drawn."""
         drawn = columns.draw_columns(self.settings)
         sealed = columns.seal_columns(self.settings, drawn, sender, choices)
-        return replace(self._encrypt(number, drawn), offer=sender.public, columns=sealed)
+        return replace(self._encrypt(number, drawn), offer=sender.public, sealed_columns=sealed)
 
     def _encrypt(self, epoch: int, drawn: Columns) -> LatticeWeights:
         return weights.encrypt(

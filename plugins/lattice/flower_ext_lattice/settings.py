@@ -9,9 +9,10 @@ from functools import cached_property
 
 from flower_ext.checks import Count, Positive
 from flower_ext.errors import InvalidValue, ProtocolError
-from flower_ext.secure.labels import KEY_BYTES
+from flower_ext.secure.keys_and_ciphers import KEY_BYTES
 from flower_ext.secure.weighting.agreement import PartySettings
 from flower_ext_lattice.layout import DEGREE
+from flower_ext_lattice.six_byte_words import WORD_BYTES
 
 NONCE_BYTES = 32
 """Length in bytes of the random bytes in every set of weights."""
@@ -29,7 +30,7 @@ CLIPPING_SLACK = 2.0**-20
 
 SECOND_WORD_BYTES = 8
 """Length in bytes of a word of c1."""
-FIRST_WORD_BYTES = 6
+FIRST_WORD_BYTES = WORD_BYTES
 """Length in bytes of a word of c0. A masked word has eight bytes; the silo drops the lowest two."""
 COUNT_BYTES = 4
 """Length in bytes of a masked count."""
@@ -129,10 +130,11 @@ class LatticeSettings(PartySettings):
         """
         return SUM_LIMIT * self.clipping_norm
 
-    def contribution_bound(self, clipping_norm: float) -> float:
-        """Return the largest L2 distance by which one drawn user moves the sum.
+    @property
+    def sensitivity(self) -> float:
+        """Largest L2 distance by which one drawn user moves the decoded sum, in clipping norms.
 
-        The bound is the sum of three parts:
+        The distance is the sum of three parts:
 
         * ``clipping_norm``, with a slack for rounding in clipping.
         * 1.5 · √d steps. Encoding moves a coordinate by at most half a step. Adding the dither
@@ -141,12 +143,8 @@ class LatticeSettings(PartySettings):
         * `error_bound`, for the errors e_u.
         """
         encoding = 1.5 * math.sqrt(self.coordinates) * self.step
-        return clipping_norm * (1 + CLIPPING_SLACK) + encoding + self.error_bound
-
-    @property
-    def sensitivity(self) -> float:
-        """Largest L2 distance by which one drawn user moves the decoded sum, in clipping norms."""
-        return self.contribution_bound(self.clipping_norm) / self.clipping_norm
+        moved = self.clipping_norm * (1 + CLIPPING_SLACK) + encoding + self.error_bound
+        return moved / self.clipping_norm
 
     @property
     def approximation_error(self) -> float:
@@ -216,7 +214,7 @@ class LatticeSettings(PartySettings):
         return self.rerandomising_delta + self.hint_delta + self.undrawn_delta
 
     @property
-    def columns(self) -> int:
+    def num_columns(self) -> int:
         """Number of columns of a user's entries: two if the draw is secret, else one."""
         return 1 if self.draw_choices is None else 2
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scipy.special import gammaincinv
 
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.labels import derive
+from flower_ext.secure.keys_and_ciphers import derive
 from flower_ext.secure.messages import check_later, pack_numbers
 from flower_ext.secure.weighting.agreement import SEEDING_SILO
 from flower_ext.secure.weighting.oblivious import Receiver
@@ -74,14 +74,14 @@ class LatticeSilo(SiloParty):
         opened_columns = []
         if self.settings.draw_choices is not None:
             receiver = self._draw_receiver(message.epoch, message.offer)
-            opened_columns = columns.open_columns(receiver, message.columns)
+            opened_columns = columns.open_columns(receiver, message.sealed_columns)
         return OpenedWeights(
             self.settings,
             self._server_key.public_seed,
             message,
             keys=self._entry_keys,
             shifts=self.shifts,
-            columns=opened_columns,
+            opened_columns=opened_columns,
         )
 
     def draw_masks(self, number: int) -> list[tuple[bytes, bool]]:

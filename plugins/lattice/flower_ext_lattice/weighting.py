@@ -14,7 +14,7 @@ from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import AdversaryView
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
-from flower_ext.privacy.theorems.claims import HONEST_COUNTS
+from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
 from flower_ext.secure.weighting.protocol import (
     HIDDEN_BY_TRANSFER,
     WeightingProtocol,

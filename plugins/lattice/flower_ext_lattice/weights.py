@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.labels import KEY_BYTES, derive
+from flower_ext.secure.keys_and_ciphers import KEY_BYTES, derive
 from flower_ext_lattice import ring
 from flower_ext_lattice.columns import Columns
 from flower_ext_lattice.keys import SecretKey, key_pairs
@@ -68,7 +68,7 @@ def encrypt(
     """
     users, size = settings.users, settings.table_size
     table, errors = weight_table(size), Stream.fresh()
-    words, sealed = np.empty((2, users, DEGREE)), bytearray()
+    words = np.empty((2, users, DEGREE))
     nonce = secrets.token_bytes(NONCE_BYTES)
     label = _label(epoch, nonce)
     for start in range(0, users, _TOGETHER):
@@ -76,29 +76,63 @@ def encrypt(
         drawn_errors = errors.errors(len(places) * DEGREE).reshape(-1, DEGREE).astype(np.float64)
         masks = _masks(public_seed, label, places)
         words[:, places.start : places.stop] = secret.encryptions(masks, drawn_errors)
-    for place in range(users):
-        # Entry i holds W[x_u − i], which for i = ρ_u is W[N_u], in a column for each y_u.
-        weights = table[(shifted[place] - np.arange(size)) % size, None]
-        weights = weights * np.array(columns.drawn[place])
-        # The word ``words[prime, place, 0]`` is β_u, which is sent only inside the entries.
-        entries = [
-            (int(words[prime, place, 0]) + weights) % modulus.value
-            for prime, modulus in enumerate(PRIMES)
-        ]
-        text = np.frombuffer(ring.to_words(np.stack(entries, axis=2)), np.uint8)
-        pads = b"".join(
-            _pad(settings, keys[place][KEY_BYTES * i : KEY_BYTES * (i + 1)], label, place, i)
-            for i in range(size)
+    numbers = np.arange(size)
+    # Entry i holds W[x_u − i], which for i = ρ_u is W[N_u].
+    sealed = [
+        _sealed_entries(
+            settings,
+            label,
+            place,
+            # These words, β_u, are sent only inside the entries.
+            constants=words[:, place, 0],
+            weights=table[(shifted[place] - numbers) % size],
+            columns=columns,
+            keys=keys[place],
         )
-        text = text ^ np.frombuffer(pads, np.uint8)
-        # The pad of an entry covers both columns, so a column needs a pad of its own.
-        if columns.keys:
-            column_pads = [_column_pad(settings, key, label, place) for key in columns.keys[place]]
-            text ^= np.stack(column_pads, axis=1).reshape(-1)
-        sealed += text.tobytes()
+        for place in range(users)
+    ]
     return LatticeWeights(
-        epoch=epoch, nonce=nonce, words=ring.to_words(words[:, :, 1:]), sealed=bytes(sealed)
+        epoch=epoch, nonce=nonce, words=ring.to_words(words[:, :, 1:]), sealed=b"".join(sealed)
     )
+
+
+def _sealed_entries(
+    settings: LatticeSettings,
+    label: bytes,
+    place: int,
+    *,
+    constants: Reals,
+    weights: NDArray[np.int64],
+    columns: Columns,
+    keys: bytes,
+) -> bytes:
+    """Return the M encrypted entries of the user at ``place``, each in all columns.
+
+    Parameters
+    ----------
+    constants : float64 (2 primes,)
+        The user's β_u.
+    weights : int64 (M,)
+        The weight that each entry holds, if y_u is 1.
+    keys : bytes
+        The user's M keys, joined.
+    """
+    of_columns = weights[:, None] * np.array(columns.drawn[place])
+    entries = [
+        (int(constant) + of_columns) % modulus.value
+        for constant, modulus in zip(constants, PRIMES, strict=True)
+    ]
+    text = np.frombuffer(ring.to_words(np.stack(entries, axis=2)), np.uint8)
+    pads = b"".join(
+        _pad(settings, keys[KEY_BYTES * i : KEY_BYTES * (i + 1)], label, place, i)
+        for i in range(len(weights))
+    )
+    text = text ^ np.frombuffer(pads, np.uint8)
+    # The pad of an entry covers both columns, so a column needs a pad of its own.
+    if columns.keys:
+        column_pads = [_column_pad(settings, key, label, place) for key in columns.keys[place]]
+        text ^= np.stack(column_pads, axis=1).reshape(-1)
+    return text.tobytes()
 
 
 class OpenedWeights:
@@ -110,7 +144,7 @@ class OpenedWeights:
         For every user, in the secret order, the key that the silos hold.
     shifts : Sequence of int
         ρ_u of every user.
-    columns : Sequence of (int, bytes), optional
+    opened_columns : Sequence of (int, bytes), optional
         Number and key of the column that the silos open, for every user, if the draw is secret.
 
     Raises
@@ -127,7 +161,7 @@ class OpenedWeights:
         *,
         keys: Sequence[bytes],
         shifts: Sequence[int],
-        columns: Sequence[tuple[int, bytes]] = (),
+        opened_columns: Sequence[tuple[int, bytes]] = (),
     ) -> None:
         self._public_seed = public_seed
         self._label = label = _label(message.epoch, message.nonce)
@@ -138,13 +172,13 @@ class OpenedWeights:
         # The silos hold one key for each user. All other entries look random to them.
         opened = bytearray()
         for place, (key, shift) in enumerate(zip(keys, shifts, strict=True)):
-            column = columns[place][0] if columns else 0
-            at = (place * settings.table_size + shift) * settings.columns + column
+            column = opened_columns[place][0] if opened_columns else 0
+            at = (place * settings.table_size + shift) * settings.num_columns + column
             entry = np.frombuffer(message.sealed, np.uint8, _ENTRY_BYTES, at * _ENTRY_BYTES)
             pads = np.frombuffer(_pad(settings, key, label, place, shift), np.uint8)
-            entry = entry ^ pads.reshape(settings.columns, _ENTRY_BYTES)[column]
-            if columns:
-                entry ^= _column_pad(settings, columns[place][1], label, place)[shift]
+            entry = entry ^ pads.reshape(settings.num_columns, _ENTRY_BYTES)[column]
+            if opened_columns:
+                entry ^= _column_pad(settings, opened_columns[place][1], label, place)[shift]
             opened += entry.tobytes()
         raw = np.frombuffer(opened, np.uint8).reshape(users, 2, RESIDUE_BYTES).swapaxes(0, 1)
         try:
@@ -179,7 +213,7 @@ def _masks(public_seed: bytes, label: bytes, places: Sequence[int]) -> Reals:
 def _pad(settings: LatticeSettings, key: bytes, label: bytes, place: int, number: int) -> bytes:
     """Return the pad of one entry, for all columns, from BLAKE2b as a pseudorandom function."""
     entry = b"%s entry %s %d %d" % (settings.context, label, place, number)
-    size = settings.columns * _ENTRY_BYTES
+    size = settings.num_columns * _ENTRY_BYTES
     return hashlib.blake2b(entry, key=key, digest_size=size).digest()
 
 

@@ -38,8 +38,8 @@ def _canonical(x: Reals, q: float) -> Reals:
     return np.where(rest >= q, rest - q, rest)
 
 
-def add_products(x: Reals, multipliers: Reals, totals: Reals, modulus: Modulus) -> None:
-    """See `ring_loops.add_products`."""
+def transform(x: Reals, modulus: Modulus) -> None:
+    """See `ring_loops.transform`."""
     q, _, roots = modulus
     groups = 1
     while groups < DEGREE:
@@ -48,8 +48,13 @@ def add_products(x: Reals, multipliers: Reals, totals: Reals, modulus: Modulus) 
         pairs[:, 1] = _reduced(pairs[:, 0] - product, q)
         pairs[:, 0] = _reduced(pairs[:, 0] + product, q)
         groups *= 2
+
+
+def add_products(x: Reals, multipliers: Reals, totals: Reals, modulus: Modulus) -> None:
+    """See `ring_loops.add_products`."""
+    transform(x, modulus)
     for multiplier, total in zip(multipliers, totals, strict=True):
-        total += _times(x.reshape(DEGREE, LANES), multiplier[:, None], q).reshape(-1)
+        total += _times(x.reshape(DEGREE, LANES), multiplier[:, None], modulus[0]).reshape(-1)
 
 
 def reduce(x: Reals, q: float) -> None:
@@ -108,8 +113,8 @@ def switch(
     words[:] = ((whole << 16) + np.rint(fraction).astype(np.int64)).view(np.uint64)
 
 
-def split(words: Integers, q: float, x: Reals) -> None:
-    """See `ring_loops.split`."""
+def to_residues(words: Integers, q: float, x: Reals) -> None:
+    """See `ring_loops.to_residues`."""
     top, bottom = (words >> 28).astype(np.float64), (words & _LOW).astype(np.float64)
     x[:] = _reduced(_times(top, 268435456.0, q) + bottom, q)
 

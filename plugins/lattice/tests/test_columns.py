@@ -34,7 +34,7 @@ def world(rng):
 def opened_columns(silo, message):
     """Return the number and the key of the column that a silo takes, by place."""
     chosen = draw_receiver(silo.settings, silo.seed, message.epoch, message.offer)
-    return columns.open_columns(chosen, message.columns)
+    return columns.open_columns(chosen, message.sealed_columns)
 
 
 class Watch:
@@ -189,7 +189,7 @@ def test_a_silo_cannot_open_the_columns_that_it_did_not_choose(world):
         other = draw_receiver(own, silo.seed, message.epoch, message.offer)
         other.choices[user] = (chosen.choices[user] + 1) % 3
         with pytest.raises(InvalidValue, match="sealed texts"):
-            columns.open_columns(other, message.columns)
+            columns.open_columns(other, message.sealed_columns)
 
 
 def test_choices_are_fresh_in_every_epoch_even_for_the_same_offer(world):
@@ -215,7 +215,7 @@ def test_the_server_receives_another_answer_of_group_elements_each_time(world):
 def test_weights_have_the_length_that_the_settings_say(world):
     message, own = world.begin(1).weights, world.settings
     assert len(message.to_bytes()) == LatticeWeights.size(own)
-    assert len(message.columns) == 5 * 3 * SEALED
+    assert len(message.sealed_columns) == 5 * 3 * SEALED
     entries = 5 * own.table_size * ENTRY
     plain = LatticeWeights.size(lattice_settings(users=5))
     assert LatticeWeights.size(own) == plain + entries + POINT_BYTES + 5 * 3 * SEALED
@@ -224,7 +224,7 @@ def test_weights_have_the_length_that_the_settings_say(world):
 def test_columns_of_another_draw_are_refused(world):
     message, again = world.begin(1).weights, world.begin(2).weights
     for wrong in (
-        dataclasses.replace(again, columns=message.columns),
+        dataclasses.replace(again, sealed_columns=message.sealed_columns),
         dataclasses.replace(again, offer=message.offer),
     ):
         with pytest.raises(InvalidValue, match="sealed texts"):

@@ -20,7 +20,7 @@ from flower_ext.privacy import (
     PoissonSampling,
     gaussian_loss,
 )
-from flower_ext.privacy.theorems.claims import HONEST_COUNTS
+from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
 from flower_ext_lattice import LatticeWeighting, columns
 from flower_ext_lattice.messages import LatticeSum
 from flower_ext_lattice.server import LatticeServer

@@ -11,6 +11,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext_lattice import ring, ring_loops
 from flower_ext_lattice.layout import DEGREE, GROUP, LANES
 from flower_ext_lattice.ring import MODULUS, PRIMES
+from flower_ext_lattice.six_byte_words import pack, unpack
 from tests.support.grids import grid
 
 Q1, Q2 = (prime.value for prime in PRIMES)
@@ -114,12 +115,18 @@ def test_switching_rounds_to_the_nearest_word_of_64_bits(work):
 def test_words_split_into_residues_and_join_again(work):
     words = np.random.default_rng(0).integers(-(2**63), 2**63, 1000)
     words[:2] = -(2**63), 2**63 - 1
-    residues = np.array([np.mod(ring.split(words, p), PRIMES[p].q) for p in (0, 1)])
+    residues = np.array([np.mod(ring.to_residues(words, p), PRIMES[p].q) for p in (0, 1)])
     for own, q in zip(residues, (Q1, Q2), strict=True):
         assert own.astype(np.int64).tolist() == [int(word) % q for word in words]
     found = np.zeros(1000, np.int64)
     ring.add_joined(found, residues)
     assert (found == words).all()
+
+
+def test_words_of_six_bytes_are_little_endian_and_drop_high_bits():
+    words = pack(np.array([2**48 + 258, 2**48 - 1, 0], np.uint64))
+    assert words.tobytes() == bytes([2, 1, 0, 0, 0, 0]) + b"\xff" * 6 + bytes(6)
+    assert unpack(words).tolist() == [258, 2**48 - 1, 0]
 
 
 def test_words_that_are_not_below_their_prime_are_refused():

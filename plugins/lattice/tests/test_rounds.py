@@ -11,7 +11,7 @@ from lattice_world import LatticeWorld, draw_counts, lattice_settings, open_sum,
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.secure import threads
-from flower_ext.secure.labels import public_of
+from flower_ext.secure.keys_and_ciphers import public_of
 from flower_ext_lattice import ring
 from flower_ext_lattice.encrypted_sum import EncryptedSum, decrypted
 from flower_ext_lattice.messages import LatticeKey, LatticeSum

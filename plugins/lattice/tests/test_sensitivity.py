@@ -47,7 +47,7 @@ def settings():
 
 
 def test_no_update_moves_the_sum_further_than_the_bound(monkeypatch, settings):
-    bound = settings.contribution_bound(settings.clipping_norm)
+    bound = settings.sensitivity * settings.clipping_norm
     moved = effect(monkeypatch, settings, halfway(settings))
     assert settings.clipping_norm - 1e-6 < moved <= bound
 
@@ -58,7 +58,8 @@ def test_rounding_and_carry_are_within_their_part_of_the_bound(monkeypatch, sett
     moved = effect(monkeypatch, settings, update)
     excess = moved - np.linalg.norm(update)
     assert 0.2 * np.sqrt(COORDINATES) * settings.step < excess
-    assert excess <= settings.contribution_bound(0.0)
+    without_update = settings.sensitivity - (1 + CLIPPING_SLACK)
+    assert excess <= without_update * settings.clipping_norm
 
 
 def test_weights_that_sum_to_more_than_one_rise_above_the_bound(monkeypatch, settings):
@@ -66,7 +67,7 @@ def test_weights_that_sum_to_more_than_one_rise_above_the_bound(monkeypatch, set
     table = weights.weight_table
     monkeypatch.setattr(weights, "weight_table", lambda choices: np.roll(table(choices), 1))
     moved = effect(monkeypatch, settings, halfway(settings))
-    assert moved > settings.contribution_bound(settings.clipping_norm)
+    assert moved > settings.sensitivity * settings.clipping_norm
 
 
 def test_a_user_not_drawn_moves_the_sum_by_at_most_the_errors(monkeypatch, settings):

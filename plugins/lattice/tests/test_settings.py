@@ -72,7 +72,7 @@ def test_every_field_enters_the_context():
 
 def test_the_sensitivity_counts_encoding_carry_slack_and_errors():
     facts = lattice_settings(**MILLION, silo_record_limits=(400,) * 5, clipping_norm=2.0)
-    excess = facts.contribution_bound(2.0) - 2.0
+    excess = 2.0 * facts.sensitivity - 2.0
     parts = [2 * 2.0**-20, 1.5 * 1000 * 2.0**-29, facts.error_bound]
     assert excess == pytest.approx(sum(parts), rel=1e-6)
     assert facts.error_bound == pytest.approx(2 * 2000 * 4096 * 21 / 2**56, rel=1e-3)

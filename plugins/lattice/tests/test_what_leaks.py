@@ -22,6 +22,7 @@ from flower_ext_lattice.messages import LatticeSum, LatticeWeights
 from flower_ext_lattice.samplers import Stream
 from flower_ext_lattice.settings import LatticeSettings
 from flower_ext_lattice.silo import LatticeSilo
+from flower_ext_lattice.six_byte_words import unpack
 from flower_ext_lattice.weights import weight_table
 from tests.support.weighting import close
 
@@ -43,9 +44,7 @@ def world():
 
 def first_words(message: LatticeSum) -> np.ndarray:
     """Return the words of c0 as 64-bit numbers; silos do not send their two lowest bytes."""
-    raw = np.zeros((len(message.first) // 6, 8), np.uint8)
-    raw[:, 2:] = np.frombuffer(message.first, np.uint8).reshape(-1, 6)
-    return raw.view("<u8")[:, 0]
+    return unpack(np.frombuffer(message.first, np.uint8).reshape(-1, 6)) << np.uint64(16)
 
 
 def second_words(message: LatticeSum) -> np.ndarray:

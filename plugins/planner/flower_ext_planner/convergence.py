@@ -10,7 +10,7 @@ G₀, M                 ``gradient_bound``, ``model_spread``
 η_G, η_L              ``learning_rate``, ``personal_learning_rate``
 ε_G, ε_L              ``global_rate``, ``personal_rate``
 (1 + λ²) η_L² G, β    ``residual``, ``coupling``
-φ_L                   ``noise``: each of T planned rounds adds φ_L T to e_t
+φ_L                   ``gap_per_planned_round``: each of T planned rounds adds φ_L T to e_t
 h(T, λ)               ``ConvergenceBound.after``
 ====================  =====================================================
 
@@ -127,7 +127,7 @@ class ConvergenceBound:
     global_rate: float
     residual: float
     coupling: float
-    noise: float
+    gap_per_planned_round: float
     initial_gap: float
     initial_distance: float
     conditions: tuple[Condition, ...] = ()
@@ -150,12 +150,14 @@ class ConvergenceBound:
         # The recursions give e_t = b^t Ψ₁ + φ_L T (1 − b^t)/(1 − b), and
         # h = a^T Ψ₂ + Σ_{t<T} a^(T−1−t) (residual + β e_t).
         with np.errstate(over="ignore", invalid="ignore"):
-            crossed, accumulated = _crossed(a, b, T), _crossed(a, 1.0, T)
-            noisy = (accumulated - crossed) / (1 - b)
+            decayed_gap = _geometric_convolution(a, b, T)
+            accumulated = _geometric_convolution(a, 1.0, T)
+            added_gap = (accumulated - decayed_gap) / (1 - b)
+            gap_per_round = self.gap_per_planned_round * T
             h = (
                 a**T * self.initial_distance
                 + self.residual * accumulated
-                + self.coupling * (self.initial_gap * crossed + self.noise * T * noisy)
+                + self.coupling * (self.initial_gap * decayed_gap + gap_per_round * added_gap)
             )
         # NaN comes from 0 · ∞ or ∞ − ∞, where the bound says nothing.
         return np.where(np.isnan(h) | ((a < 0) & (T > 0)), math.inf, h)
@@ -212,7 +214,9 @@ def convergence_bound(
         global_rate=max(0.0, 1 - 2 * mu * eta_G + mu * L * eta_G**2),  # rounding may go below 0
         residual=residual,
         coupling=coupling,
-        noise=problem.dimension * L * variance_per_round / (2 * problem.num_clients),
+        gap_per_planned_round=(
+            problem.dimension * L * variance_per_round / (2 * problem.num_clients)
+        ),
         initial_gap=problem.initial_gap,
         initial_distance=problem.initial_distance,
         conditions=(*conditions, short_enough),
@@ -249,7 +253,7 @@ def _provable(problem: DittoProblem, weight: float, curvature: float) -> _Recurs
     return 1 - eta_L * curvature, 0.0, coupling, ()
 
 
-def _crossed(a: float, b: float, T: NDArray[np.float64]) -> NDArray[np.float64]:
+def _geometric_convolution(a: float, b: float, T: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return Σ_{x<T} a^x b^(T−1−x), without a difference of two almost equal numbers."""
     large, small = max(a, b), min(a, b)
     if large == small:

@@ -18,7 +18,8 @@ from flower_ext_planner.calibrate import noise_text
 from tests.support.commands import call, unboxed
 from tests.support.grids import grid
 
-RUN = ["--population", "100", "--sampling-rate", "0.1", "--rounds", "60"]
+PLANNED = ["--population", "100", "--sampling-rate", "0.1", "--rounds", "60"]
+RUN = [*PLANNED, "--delta", "0.01"]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,8 @@ def test_calibrate_turns_noise_into_epsilon():
     ),
 )
 def test_calibrate_turns_epsilon_and_noise_into_the_most_that_is_allowed(given, name, more):
-    options = ["--population", "100", "--noise-multiplier", "2", "--epsilon", "2", *given]
+    known = ["--population", "100", "--noise-multiplier", "2", "--delta", "0.01"]
+    options = [*known, "--epsilon", "2", *given]
     answer = json.loads(call("calibrate", *options, "--json").output)
     stated = {each: answer[each] for each in ("unit", "epsilon", "noise_multiplier", "delta")}
     assert stated == {"unit": "client", "epsilon": 2, "noise_multiplier": 2, "delta": 0.01}
@@ -82,7 +84,7 @@ def test_calibrate_turns_epsilon_and_noise_into_the_most_that_is_allowed(given, 
         values = {"--sampling-rate": "0.1", "--rounds": "60"}
         values[f"--{name.replace('_', '-')}"] = str(value)
         words = [word for pair in values.items() for word in pair]
-        done = call("calibrate", "--population", "100", "--noise-multiplier", "2", *words, "--json")
+        done = call("calibrate", *known, *words, "--json")
         rows = json.loads(done.output)["rows"]
         return next(row["epsilon"] for row in rows if row["calibrated by"] == "Poisson, PLD")
 
@@ -91,6 +93,18 @@ def test_calibrate_turns_epsilon_and_noise_into_the_most_that_is_allowed(given, 
     in_words = call("calibrate", *options)
     assert in_words.exit_code == 0
     assert f"{most:.3g}"[:4] in in_words.output
+
+
+@pytest.mark.parametrize(("population", "delta"), [(1, 1e-3), (9, 1e-3), (100, 1e-4), (1000, 1e-5)])
+def test_the_default_delta_is_small_for_the_population_and_gives_no_warning(population, delta):
+    options = ["--population", str(population), "--sampling-rate", "1", "--rounds", "1"]
+    done = call("calibrate", *options, "--noise-multiplier", "9")
+    assert done.exit_code == 0
+    assert "large" not in done.output
+    stated = json.loads(call("calibrate", *options, "--noise-multiplier", "9", "--json").output)
+    assert stated["delta"] == pytest.approx(delta)
+    large = call("calibrate", *options, "--noise-multiplier", "9", "--delta", str(1 / population))
+    assert large.exit_code == 2 if population == 1 else "far below" in large.output
 
 
 OF_A_USER = ["--sampling-rate", "0.05", "--rounds", "50", "--delta", "1e-5", "--unit", "user"]
@@ -153,7 +167,7 @@ def test_calibrate_says_where_its_search_for_rounds_ended():
         ([*RUN, "--epsilon", "1", "--noise-multiplier", "1"], "give three of --epsilon"),
         ([*RUN, "--cohort-size", "3", "--epsilon", "1"], "either --sampling-rate"),
         ([*RUN, "--epsilon", "-1"], "epsilon=-1.0"),
-        ([*RUN, "--epsilon", "1", "--delta", "2"], "delta=2.0"),
+        ([*PLANNED, "--epsilon", "1", "--delta", "2"], "delta=2.0"),
         ([*RUN, "--noise-multiplier", "0"], "noise_multiplier=0.0"),
         (["--population", "100", "--rounds", "1", "--sampling-rate", "7", "--epsilon", "1"], "7"),
     ],

@@ -14,7 +14,7 @@ def iterated(b, T):
     gap, distance = b.initial_gap, b.initial_distance
     for _ in range(T):
         distance = b.personal_rate * distance + b.residual + b.coupling * gap
-        gap = b.global_rate * gap + b.noise * T
+        gap = b.global_rate * gap + b.gap_per_planned_round * T
     return distance
 
 
@@ -83,7 +83,7 @@ def test_the_printed_constants_are_those_of_lemmas_1_and_2():
     assert b.residual == pytest.approx((1 + weight**2) * eta**2 * G)
     assert b.coupling == pytest.approx((4 * eta**2 * weight**2 + 2 * eta * weight**2) / mu)
     # φ_L = σ_z² d L/(2 T N²) with σ_z² = N σ_u².
-    assert b.noise == pytest.approx(20 * 1e-4 * 10 * L / (2 * 20**2))
+    assert b.gap_per_planned_round == pytest.approx(20 * 1e-4 * 10 * L / (2 * 20**2))
 
 
 # The lemmas themselves ----------------------------------------------------------------------------

@@ -46,7 +46,9 @@ def plan_of(clipping, rounds=1, **changes):
 
 def adaptive(**changes):
     """Return an adaptive norm whose counts have next to no noise."""
-    return AdaptiveClipping(**{"initial": 1.0, "bit_noise": 0.05, "learning_rate": 0.5, **changes})
+    return AdaptiveClipping(
+        **{"initial_norm": 1.0, "count_noise_stddev": 0.05, "learning_rate": 0.5, **changes}
+    )
 
 
 def start(clipping, rounds, *, weighting="equal", sum=None, data=None, **changes):
@@ -116,15 +118,15 @@ def test_each_part_of_a_user_counts_by_its_weight(placement, weighting, weight):
 
 @pytest.mark.parametrize("begin", [0.2, pytest.param(5.0, marks=pytest.mark.full)])
 def test_the_norm_finds_the_median_of_users_parts(begin):
-    clipping = adaptive(initial=begin, learning_rate=1.0)
+    clipping = adaptive(initial_norm=begin, learning_rate=1.0)
     norms, _ = start(clipping, 12, weighting="by-records")
     assert norms[-1] == pytest.approx(np.median(LENGTHS), rel=0.25)
 
 
 def test_users_in_few_silos_count_as_half_within_the_norm_elsewhere():
     """With equal weights the norm moves more slowly, to the same median."""
-    norms, _ = start(adaptive(initial=8.0), 3)
-    fast, _ = start(adaptive(initial=8.0), 3, weighting="by-records")
+    norms, _ = start(adaptive(initial_norm=8.0), 3)
+    fast, _ = start(adaptive(initial_norm=8.0), 3, weighting="by-records")
     assert np.median(LENGTHS) < fast[-1] < norms[-1] < 8.0
 
 
@@ -144,7 +146,7 @@ def test_every_epsilon_is_that_of_a_fixed_norm(placement, sampling):
 
     fixed = plan_of(1.0, 2, **options)
     method = UldpAvg(num_silos=SILOS, local=ONE_STEP)
-    shown, strategy = losses(AdaptiveClipping(initial=1.0))
+    shown, strategy = losses(AdaptiveClipping(initial_norm=1.0))
     summary = summary_of(strategy.run)
     claims = method.claims(fixed, summary, strategy.run.method_state, strategy.run.summation)
     assert shown == [(g.view, g.basis, g.epsilon, g.conditions) for g in claims]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -26,6 +26,8 @@ from flower_ext.algorithms.uldp.weights import check_weights, user_weights
 from flower_ext.data import ClientData, Examples, SiloData, group_size
 from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid, Sgd, records
 from flower_ext.federation.claims import spent_by
+from flower_ext.federation.client.node import NodePolicy
+from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.sums.weighted import WEIGHTS
 from flower_ext.federation.sums.weighted_silo import HiddenSum
 from flower_ext.privacy import (
@@ -39,7 +41,7 @@ from flower_ext.privacy import (
     gaussian_loss,
     privacy_loss_of,
 )
-from flower_ext.privacy.mechanisms.protections import ClipAndNoise
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise, ProtectedByTraining
 from flower_ext.privacy.run_summary import RunSummary, SumTerms
 from flower_ext.privacy.theorems.uldp_theorem import uldp_avg_guarantees, uldp_closed_form
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
@@ -143,15 +145,47 @@ def test_group_equals_the_plain_loop_on_records_that_never_change(size):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=5e-5)
 
 
-def group_uploads(strategy, **asked_instead):
-    """Return all silos' answers in the first round to a server that asks for other settings."""
+def group_uploads(strategy, *, least=0.0, **asked_instead):
+    """Return all silos' answers in the first round to a server that asks for other settings.
+
+    The silos' owners require the noise multiplier ``least``.
+    """
     grid = InProcessGrid(UldpGroup.client_app(task(), allow_seeded_noise=True), num_clients=SILOS)
+    for context in grid.contexts.values():
+        context.node_config["least-noise-multiplier"] = least
     start = ArrayRecord(task().initial_params(SEED))
     strategy.run.progress.begin()
     questions = strategy.configure_train(1, start, ConfigRecord(), grid)
     for question in questions:
         question.content["settings"].update({f"dp-sgd.{n}": v for n, v in asked_instead.items()})
     return list(grid.send_and_receive(questions))
+
+
+@pytest.mark.parametrize(
+    ("least", "asked", "takes_part"),
+    [
+        (1.0, {}, True),
+        (1.001, {}, False),
+        (0.5, {"noise_multiplier": 0.6}, True),
+        (0.5, {"noise_multiplier": 0.4}, False),
+        (0.5, {"noise_multiplier": math.nan}, False),
+        (0.5, {"noise_multiplier": "much"}, False),
+        (math.nan, {}, False),
+    ],
+)
+def test_a_silos_owner_sets_the_least_noise_of_its_dp_sgd(least, asked, takes_part):
+    local = replace(DP_SGD, noise_multiplier=1.0)
+    answers = group_uploads(grouped(2, local=local), least=least, **asked)
+    assert [answer.has_error() for answer in answers] == [not takes_part] * SILOS
+
+
+def test_a_claim_that_training_adds_noise_is_refused_by_methods_that_add_none():
+    node = Context(1, 1, {"least-noise-multiplier": 0.1}, RecordDict(), {})
+    claim = ClientRequest(
+        protection=ProtectedByTraining(), settings={"dp-sgd.noise_multiplier": 5.0}
+    )
+    with pytest.raises(PermissionError, match="noise multiplier of 0 on this client"):
+        NodePolicy(node, allow_seeded_noise=False).admit(claim, DPFedAvg.client)
 
 
 def test_which_records_a_step_takes_is_a_secret_unless_noise_is_seeded():

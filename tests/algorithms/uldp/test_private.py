@@ -32,7 +32,7 @@ from flower_ext.privacy import (
     PoissonSampling,
     gaussian_loss,
 )
-from flower_ext.privacy.theorems.claims import HONEST_COUNTS
+from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
 from flower_ext.secure.weighting import protocol as protocols
 from flower_ext.secure.weighting.encoding import from_residue
 from flower_ext.secure.weighting.paillier_server import PaillierServer

@@ -5,7 +5,7 @@ import pytest
 from flwr.app import ArrayRecord
 
 from flower_ext.algorithms.uldp import UldpAvg, UldpSgd
-from flower_ext.algorithms.uldp.weights import SAMPLED, USERS
+from flower_ext.algorithms.uldp.weights import SAMPLED, USER_WEIGHTS
 from flower_ext.federation import FederatedStrategy, FederationNotReady, records
 from flower_ext.privacy import (
     AdversaryView,
@@ -72,7 +72,7 @@ def test_the_model_is_that_of_a_server_that_draws_the_same_users(method, weighti
 def test_the_server_sends_weights_of_all_users_and_stores_no_draw(monkeypatch):
     strategy = strategy_that_draws(local=LOCAL)
     grid, _ = run(strategy, rounds=2)
-    asked = [m.content[USERS] for m in grid.sent if stage_of(m) == "train"]
+    asked = [m.content[USER_WEIGHTS] for m in grid.sent if stage_of(m) == "train"]
     assert len(asked) == 2 * SILOS
     for record in asked:
         bits = records.to_arrays(record)[SAMPLED]

@@ -32,12 +32,12 @@ def strongly_convex_loss(net: nn.Module) -> torch.Tensor:
 def test_the_term_moves_the_optimum_until_the_slope_is_minus_the_noise():
     net = model()
     term = term_of(dict(net.named_parameters()), 1.5, SeededNoise(3))
-    optimiser = torch.optim.SGD(net.parameters(), lr=0.3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
     for _ in range(300):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         (strongly_convex_loss(net) + term(dict(net.named_parameters()))).backward()
-        optimiser.step()
-    optimiser.zero_grad()
+        optimizer.step()
+    optimizer.zero_grad()
     strongly_convex_loss(net).backward()
     like = {name: p.detach().numpy() for name, p in net.named_parameters()}
     noise = ObjectivePerturbation(rate=1.5).direction(like, SeededNoise(3))

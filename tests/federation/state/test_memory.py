@@ -1,6 +1,7 @@
 """A client's memory and secrets between messages."""
 
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -9,11 +10,11 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
-from flower_ext.errors import ProtocolError
+from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.federation import ClientMemory
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.state.folder import Damaged
-from flower_ext.federation.state.memory import ClientVault
+from flower_ext.federation.state.memory import ClientVault, forget_client
 
 
 def context(run_config=None, **node_config) -> Context:
@@ -180,15 +181,15 @@ def test_clear_memory_is_refused_where_there_is_a_key(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "mode", "error", "said"),
+    ("content", "mode", "said"),
     [
-        (b"short", 0o600, ValueError, "holds 5 bytes: expected 32"),
-        (b"k" * 32, 0o644, PermissionError, "chmod 600"),
+        (b"short", 0o600, "the file holds no key; expected 32 random bytes"),
+        (b"k" * 32, 0o644, "chmod 600"),
     ],
 )
-def test_a_key_that_is_none_or_no_secret_is_refused(tmp_path, content, mode, error, said):
+def test_a_key_that_is_none_or_no_secret_is_refused(tmp_path, content, mode, said):
     file = key_file(tmp_path, content, mode)
-    with pytest.raises(error, match=said):
+    with pytest.raises(InvalidValue, match=f"state-key-file={file}.*{said}"):
         ClientMemory(context(state_folder=str(tmp_path), state_key_file=file), "one", "run")
 
 
@@ -285,13 +286,33 @@ def test_secrets_of_runs_that_ended_long_ago_are_removed_when_another_begins(tmp
     assert sorted(f.name[:2] for f in (tmp_path / "secrets").glob("*.secret")) == ["2-", "7-"]
 
 
+def test_a_client_that_forgets_leaves_no_keys_of_masked_sums_of_any_run(tmp_path):
+    methods = ("fedavg-sum", "uldp_avg")
+
+    def of(run_id, node_id):
+        facts = {"partition-id": node_id, "state-folder": str(tmp_path)}
+        return Context(run_id, node_id, facts, RecordDict(), {})
+
+    for run_id, node_id in ((1, 3), (7, 3), (7, 33), (3, 4)):
+        for method in methods:
+            ClientVault(of(run_id, node_id), method).store(b"keys")
+    ClientVault(of(1, 3), "uldp_avg-draws", is_permanent=True).store(b"drawn")
+    (tmp_path / "secrets" / ".1-3-fedavg-sum.secret.99-00@other.draft").write_bytes(b"half")
+    forget_client(of(7, 3), ["study"])
+    left = {file.name for file in (tmp_path / "secrets").iterdir()} - {".lock"}
+    others = {f"{who}-{method}.secret" for who in ("7-33", "3-4") for method in methods}
+    # Of earlier runs, a silo's keys of weighted sums stay: no silo is asked to forget.
+    assert left == {*others, "1-3-uldp_avg.secret", "1-3-uldp_avg-draws.permanent"}
+
+
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
     kept = context(state_folder=str(tmp_path))
     ClientVault(kept, "one").store(b"first")
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    (tmp_path / "secrets" / f".7-3-one.secret.{dead.pid}-00.draft").write_bytes(b"half a secr")
-    (tmp_path / "secrets" / f".7-3-one.secret.{os.getpid()}-00.draft").write_bytes(b"at work")
+    for writer, content in ((dead.pid, b"half a secr"), (os.getpid(), b"at work")):
+        name = f".7-3-one.secret.{writer}-00@{socket.gethostname()}.draft"
+        (tmp_path / "secrets" / name).write_bytes(content)
     ClientVault(kept, "one").store(b"second")
     (left,) = (tmp_path / "secrets").glob(".*.draft")
     assert left.read_bytes() == b"at work"

@@ -380,14 +380,14 @@ def test_a_client_whose_shares_cannot_be_opened_is_named(logged):
 
 
 def test_a_client_that_deals_shares_of_another_secret_discards_the_round(logged, monkeypatch):
-    right, dealt = member.split, []
+    right, dealt = member.split_secret, []
 
     def split(secret, *facts):
         dealt.append(secret)
         wrong = len(dealt) == 7  # the seed of the fourth client, each of which deals two secrets
         return right(bytes(32) if wrong else secret, *facts)
 
-    monkeypatch.setattr(member, "split", split)
+    monkeypatch.setattr(member, "split_secret", split)
     strategy = strategy_of()
     _, found = run(strategy)
     assert_same(found, records.to_arrays(initial()))

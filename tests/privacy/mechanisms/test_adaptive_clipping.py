@@ -38,7 +38,7 @@ PLACEMENTS = ("client", "server", SecureSum(colluding=0.0, dropouts=0.2))
 def plan(clipping_norm=None, **changes):
     facts = {
         "sampling": FullParticipation(COHORT),
-        "clipping_norm": clipping_norm or AdaptiveClipping(initial=NORM),
+        "clipping_norm": clipping_norm or AdaptiveClipping(initial_norm=NORM),
         "noise_multiplier": SIGMA,
         "rounds": 3,
         "delta": 1e-3,
@@ -55,10 +55,12 @@ def difference(one, other):
     return {name: one[name] - other[name] for name in one}
 
 
-@pytest.mark.parametrize("bit_noise", [None, 0.8, 1.5, 100.0])
-def test_noise_of_update_and_count_is_one_gaussian_of_the_plans_multiplier(bit_noise):
-    mechanism = plan(AdaptiveClipping(initial=NORM, bit_noise=bit_noise)).mechanism()
-    sigma_b = bit_noise or max(COHORT / 20, SIGMA)
+@pytest.mark.parametrize("count_noise_stddev", [None, 0.8, 1.5, 100.0])
+def test_noise_of_update_and_count_is_one_gaussian_of_the_plans_multiplier(count_noise_stddev):
+    mechanism = plan(
+        AdaptiveClipping(initial_norm=NORM, count_noise_stddev=count_noise_stddev)
+    ).mechanism()
+    sigma_b = count_noise_stddev or max(COHORT / 20, SIGMA)
     on_update = mechanism.noise_stddev / NORM
     assert mechanism.noise_stddev / mechanism.side_weight == pytest.approx(sigma_b)
     assert on_update**-2 + (2 * sigma_b) ** -2 == pytest.approx(SIGMA**-2)
@@ -68,7 +70,7 @@ def test_noise_of_update_and_count_is_one_gaussian_of_the_plans_multiplier(bit_n
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_no_vector_exceeds_the_bound_and_no_distance_twice_the_bound(dtype):
     rng = np.random.default_rng(1)
-    mechanism = plan(AdaptiveClipping(initial=NORM, bit_noise=0.76)).mechanism()
+    mechanism = plan(AdaptiveClipping(initial_norm=NORM, count_noise_stddev=0.76)).mechanism()
     bound, vectors = mechanism.clipping_norm, []
     for factor in (1e-3, 0.5, 1 - 1e-12, 1.0, 1 + 1e-6, 3.0, 1e4):
         tensors = {n: torch.from_numpy(a).to(dtype) for n, a in update(NORM * factor, rng).items()}
@@ -93,7 +95,7 @@ def test_the_side_shows_if_an_update_is_within_the_norm_unless_zero():
 def test_removing_a_client_moves_the_sum_by_at_most_the_bound(placement):
     """With bits of zero updates, as in the paper, the largest move would be √(C² + κ²)."""
     rng = np.random.default_rng(3)
-    clipping = AdaptiveClipping(initial=NORM, bit_noise=0.8)
+    clipping = AdaptiveClipping(initial_norm=NORM, count_noise_stddev=0.8)
     mechanism = plan(clipping, noise_placement=placement).mechanism()
     protection = mechanism.protection(SUMMARY, COHORT)
 
@@ -133,9 +135,11 @@ def test_a_server_that_asks_for_a_heavier_side_gets_no_longer_vector():
 
 
 @pytest.mark.parametrize("sampling", [FullParticipation(COHORT), PoissonSampling(400, 0.1)])
-@pytest.mark.parametrize("bit_noise", [None, 0.76, 1e4])
-def test_epsilon_is_exactly_that_of_a_fixed_norm(sampling, bit_noise):
-    adaptive = plan(AdaptiveClipping(bit_noise=bit_noise), sampling=sampling).mechanism()
+@pytest.mark.parametrize("count_noise_stddev", [None, 0.76, 1e4])
+def test_epsilon_is_exactly_that_of_a_fixed_norm(sampling, count_noise_stddev):
+    adaptive = plan(
+        AdaptiveClipping(count_noise_stddev=count_noise_stddev), sampling=sampling
+    ).mechanism()
     fixed = plan(1.0, sampling=sampling).mechanism()
     participations = Participations()
     for _ in range(3):
@@ -165,7 +169,7 @@ def test_noise_is_calibrated_as_for_a_fixed_norm():
 
 
 def test_the_norm_follows_the_released_fraction_down_if_most_are_within_it():
-    clipping = AdaptiveClipping(initial=1.0, quantile=0.3, learning_rate=0.5)
+    clipping = AdaptiveClipping(initial_norm=1.0, quantile=0.3, learning_rate=0.5)
     mechanism = plan(clipping).mechanism()
 
     def next_norm(fraction):
@@ -185,7 +189,7 @@ def test_the_norm_follows_the_released_fraction_down_if_most_are_within_it():
 
 
 def test_the_norm_stays_within_public_limits_whatever_the_noise():
-    clipping = AdaptiveClipping(initial=1.0, least=0.5, most=3.0)
+    clipping = AdaptiveClipping(initial_norm=1.0, min_norm=0.5, max_norm=3.0)
     assert clipping.next_norm(1.0, 1e300) == 0.5
     assert clipping.next_norm(1.0, -1e300) == 3.0
 
@@ -193,27 +197,27 @@ def test_the_norm_stays_within_public_limits_whatever_the_noise():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"initial": 0.0},
+        {"initial_norm": 0.0},
         {"quantile": 0.0},
         {"quantile": 1.0},
         {"learning_rate": -0.1},
-        {"bit_noise": 0.0},
-        {"bit_noise": math.nan},
-        {"least": 0.2},
-        {"most": 0.05},
-        {"most": math.inf},
+        {"count_noise_stddev": 0.0},
+        {"count_noise_stddev": math.nan},
+        {"min_norm": 0.2},
+        {"max_norm": 0.05},
+        {"max_norm": math.inf},
     ],
 )
 def test_fields_out_of_range_are_refused_by_name(changes):
-    with pytest.raises(InvalidValue, match=f"{next(iter(changes))}=|initial="):
+    with pytest.raises(InvalidValue, match=f"{next(iter(changes))}=|initial_norm="):
         AdaptiveClipping(**changes)
 
 
 def test_counts_that_leave_no_noise_for_updates_are_refused():
     with pytest.raises(
-        InvalidValue, match="bit_noise=0.75 with noise_multiplier=1.5: expected more"
+        InvalidValue, match="count_noise_stddev=0.75 with noise_multiplier=1.5: expected more"
     ):
-        plan(AdaptiveClipping(bit_noise=0.75))
+        plan(AdaptiveClipping(count_noise_stddev=0.75))
     # A twentieth of three clients is below half of any usual multiplier.
     assert plan(sampling=FullParticipation(3)).mechanism().clipping_norm == pytest.approx(
         NORM / math.sqrt(0.75)

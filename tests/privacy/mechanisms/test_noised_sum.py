@@ -27,7 +27,7 @@ from flower_ext.privacy.mechanisms.round_mechanism import RoundDiscarded
 from flower_ext.privacy.mechanisms.secure_sum import ring_bits
 from flower_ext.privacy.mechanisms.updates import RunningSum
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
-from flower_ext.privacy.theorems.claims import of_secure_sum
+from flower_ext.privacy.theorems.assumptions import of_secure_sum
 from tests.support.plans import mechanism_of, plan, sums_of
 
 POISSON = PoissonSampling(50, 0.2)

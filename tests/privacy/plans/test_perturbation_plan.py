@@ -15,7 +15,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.mechanisms.round_mechanism import RoundDiscarded
 from flower_ext.privacy.theorems.upcycled_theorem import (
-    epsilons,
+    epsilons_by_client,
     perturbation_guarantees,
     upcycled_theorem_6_2,
 )
@@ -90,7 +90,9 @@ def test_spent_is_the_mean_and_the_largest_over_clients():
     ]
     assert spent["epsilon_published"] == pytest.approx(max(published))
     assert spent["epsilon_published_mean"] == pytest.approx(sum(published) / 3)
-    provable = [both[1] for both in epsilons(OUTPUT, SOLVED, a_run(), delta=1e-3).values()]
+    provable = [
+        both[1] for both in epsilons_by_client(OUTPUT, SOLVED, a_run(), delta=1e-3).values()
+    ]
     assert spent["epsilon_provable"] == pytest.approx(max(provable))
     assert spent["epsilon_provable_mean"] == pytest.approx(sum(provable) / 3)
     assert len({round(value, 9) for value in spent.values()}) == 4

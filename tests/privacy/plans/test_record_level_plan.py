@@ -14,7 +14,7 @@ from flower_ext.privacy import (
     SeededNoise,
     gaussian_loss,
 )
-from flower_ext.privacy.theorems.claims import OWN_GRADIENTS
+from flower_ext.privacy.theorems.assumptions import OWN_GRADIENTS
 from tests.support.run_summary import run_summary
 from tests.support.sums import aggregate
 

@@ -314,6 +314,7 @@ def test_a_ledger_and_an_account_of_two_runs_compose_their_rounds(tmp_path):
                 method="test",
                 training=number,
                 unit=PrivacyUnit.CLIENT,
+                population=mechanism.sampling.population,
                 relation=NeighboringRelation.REPLACE_SPECIAL,
                 epsilon=1.0,
                 delta=1e-2,

@@ -8,7 +8,7 @@ from dp_accounting import rdp
 from flower_ext.privacy import DpSgd
 from flower_ext.privacy.accounting.group_privacy import group_loss
 from flower_ext.privacy.accounting.renyi import sampled_gaussian_renyi
-from flower_ext.privacy.theorems.claims import OWN_GRADIENTS
+from flower_ext.privacy.theorems.assumptions import OWN_GRADIENTS
 from flower_ext.privacy.theorems.uldp_group_theorem import (
     uldp_group_guarantees,
 )

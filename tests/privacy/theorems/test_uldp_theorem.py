@@ -8,7 +8,6 @@ import pytest
 from flower_ext.privacy import (
     AdversaryView,
     DpSgd,
-    FixedSizeSampling,
     FullParticipation,
     Guarantee,
     PoissonSampling,
@@ -22,7 +21,6 @@ from flower_ext.privacy.run_summary import MethodTraits, RunSummary, SumTerms
 from flower_ext.privacy.theorems.uldp_group_theorem import uldp_group_guarantees
 from flower_ext.privacy.theorems.uldp_theorem import (
     drawn_by_silos,
-    sums_of_users,
     uldp_avg_guarantees,
     uldp_closed_form,
     uldp_naive_guarantees,
@@ -85,7 +83,7 @@ def all_guarantees():
             )
 
 
-def test_the_closed_form_is_the_formula_of_theorem_5_optimised():
+def test_the_closed_form_is_the_formula_of_theorem_5_optimized():
     def at(alpha):
         return (
             100 * alpha / (2 * 25)
@@ -171,19 +169,6 @@ def test_seeds_are_named_as_simulation():
         assert any(text.startswith("SIMULATION: noise") for text in guarantee.assumptions)
     models = averaging_guarantees(sampled, num_silos=2, rounds=1, secure_cohorts=False)[1]
     assert any(text.startswith("SIMULATION: sampled users") for text in models.assumptions)
-
-
-@pytest.mark.parametrize(
-    ("changes", "num_silos", "said"),
-    [
-        ({"noise_placement": "server"}, 5, "noise_placement='server'"),
-        ({"sampling": FixedSizeSampling(100, 5)}, 5, "FullParticipation or PoissonSampling"),
-        ({}, 0, "silos=0"),
-    ],
-)
-def test_plans_of_other_methods_are_refused(changes, num_silos, said):
-    with pytest.raises(ValueError, match=said):
-        sums_of_users(mechanism_of(plan(**changes), silos=num_silos))
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from flower_ext.privacy.accounting.gaussian import EXACT_GAUSSIAN
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.theorems import upcycled_theorem
 from flower_ext.privacy.theorems.upcycled_theorem import (
-    sensitivity,
+    clipped_model_sensitivity,
     upcycled_theorem_6_2,
     upcycled_theorem_6_3,
 )
@@ -238,11 +238,11 @@ def test_one_record_moves_a_clipped_model_by_two_tau_undivided():
     claimed = perturbation.clipping_norm / size
     assert moved == pytest.approx(2 * perturbation.clipping_norm, rel=1e-6)
     assert moved > 100 * (2 * claimed)  # replace-one would allow the theorem twice its τ/|D|
-    assert moved <= sensitivity(perturbation, objective, size)
+    assert moved <= clipped_model_sensitivity(perturbation, objective, size)
 
     facts = {"num_examples": size, "participations": 1}
     published = upcycled_theorem_6_2(perturbation, delta=delta, **facts)
-    ((_, provable),) = epsilons(
+    ((_, provable),) = epsilons_by_client(
         perturbation,
         objective,
         num_examples={0: size},
@@ -308,7 +308,7 @@ def test_neighbouring_minimisers_are_as_close_as_promised_clipped_or_not(seed):
 
     for tau in (0.1, 1.0, 10.0):
         clipped = [clip({"w": model}, tau).value["w"] for model in models]
-        bound = sensitivity(
+        bound = clipped_model_sensitivity(
             OutputPerturbation(clipping_norm=tau, noise_stddev=1.0), objective, size
         )
         assert min(2 * tau, stable) <= bound <= min(2 * tau, stable + 1e-6 * tau)  # rounding
@@ -338,13 +338,13 @@ def test_neighbouring_minimisers_are_as_close_as_promised_clipped_or_not(seed):
     ],
 )
 def test_without_one_fact_only_the_balls_diameter_bounds_a_record(unknown):
-    assert sensitivity(OUTPUT, KNOWN, 100) < 2 * 1.5
+    assert clipped_model_sensitivity(OUTPUT, KNOWN, 100) < 2 * 1.5
     assert replace(KNOWN, **unknown).stability(100) == math.inf
-    assert sensitivity(OUTPUT, replace(KNOWN, **unknown), 100) == 2 * 1.5
+    assert clipped_model_sensitivity(OUTPUT, replace(KNOWN, **unknown), 100) == 2 * 1.5
 
 
 def test_a_client_of_unknown_size_can_move_its_model_across_the_ball():
-    assert sensitivity(OUTPUT, KNOWN, None) == 2 * 1.5
+    assert clipped_model_sensitivity(OUTPUT, KNOWN, None) == 2 * 1.5
 
 
 # Theorem 6.3 ------------------------------------------------------------------------------------
@@ -515,9 +515,9 @@ def pair(perturbation, objective=KNOWN, *, sizes=SIZES, uploads=UPLOADS, delta=1
     return upcycled_theorem.perturbation_guarantees(perturbation, objective, run, delta=delta)
 
 
-def epsilons(perturbation, objective, *, num_examples, participations, delta):
+def epsilons_by_client(perturbation, objective, *, num_examples, participations, delta):
     run = run_summary(participations, num_examples=num_examples)
-    return upcycled_theorem.epsilons(perturbation, objective, run, delta=delta)
+    return upcycled_theorem.epsilons_by_client(perturbation, objective, run, delta=delta)
 
 
 def spread(values):
@@ -540,7 +540,9 @@ def test_output_perturbation_is_guaranteed_as_published_and_as_provable():
     assert published.epsilon == max(theorem.values())
     assert "Theorem 6.2" in published.source
     assert spread(theorem.values()) in published.source
-    by_client = epsilons(OUTPUT, KNOWN, num_examples=SIZES, participations=UPLOADS, delta=1e-3)
+    by_client = epsilons_by_client(
+        OUTPUT, KNOWN, num_examples=SIZES, participations=UPLOADS, delta=1e-3
+    )
     assert {client: both[0] for client, both in by_client.items()} == theorem
     for client, (_, epsilon) in by_client.items():
         distance = min(2 * 1.5, 2 * 1.0 / (SIZES[client] * 0.1))
@@ -567,7 +569,7 @@ def test_output_perturbation_is_guaranteed_as_published_and_as_provable():
 )
 def test_the_provable_epsilon_is_what_dp_accounting_composes(objective, stddev, rounds, delta):
     size, perturbation = 60, OutputPerturbation(clipping_norm=1.5, noise_stddev=stddev)
-    ((_, provable),) = epsilons(
+    ((_, provable),) = epsilons_by_client(
         perturbation,
         objective,
         num_examples={3: size},
@@ -586,7 +588,7 @@ def test_the_provable_epsilon_is_what_dp_accounting_composes(objective, stddev, 
 def test_the_provable_epsilon_grows_with_everything_that_reveals_more():
     def provable(**changes):
         facts = {"stddev": 1.0, "size": 50, "rounds": 5, "delta": 1e-3, **changes}
-        ((_, value),) = epsilons(
+        ((_, value),) = epsilons_by_client(
             OutputPerturbation(clipping_norm=1.5, noise_stddev=facts["stddev"]),
             KNOWN,
             num_examples={0: facts["size"]},
@@ -653,10 +655,10 @@ def test_objective_perturbation_of_an_inexact_solver_proves_nothing(unmet, said)
 @pytest.mark.parametrize("perturbation", [OUTPUT, OBJECTIVE])
 def test_a_small_client_or_one_of_unknown_size_is_shown(perturbation):
     for sizes in ({**SIZES, 0: 4}, {1: 400, 2: 120}):  # 2u₂/μ = 5
-        by_client = epsilons(
+        by_client = epsilons_by_client(
             perturbation, KNOWN, num_examples=sizes, participations=UPLOADS, delta=1e-3
         )
-        others = epsilons(
+        others = epsilons_by_client(
             perturbation,
             KNOWN,
             num_examples=SIZES,
@@ -677,9 +679,11 @@ def test_a_small_client_or_one_of_unknown_size_is_shown(perturbation):
 
 
 def test_each_client_is_accounted_by_its_uploads_and_size():
-    every = epsilons(OUTPUT, KNOWN, num_examples=SIZES, participations=UPLOADS, delta=1e-3)
+    every = epsilons_by_client(
+        OUTPUT, KNOWN, num_examples=SIZES, participations=UPLOADS, delta=1e-3
+    )
     for client in UPLOADS:
-        alone = epsilons(
+        alone = epsilons_by_client(
             OUTPUT,
             KNOWN,
             num_examples={client: SIZES[client]},
@@ -739,14 +743,18 @@ def test_rounding_to_a_models_precision_is_within_the_sensitivity(norm, dtype):
         return  # such a model is infinite
     tau, size = 1.5, 10**9
     objective = replace(KNOWN, proximal_weight=1.0, rounding=torch.finfo(dtype).eps / 2)
-    unrounded = sensitivity(OUTPUT, replace(objective, rounding=0.0), size)
+    unrounded = clipped_model_sensitivity(OUTPUT, replace(objective, rounding=0.0), size)
     for seed in range(20):
         model = torch.randn(8_000, generator=torch.Generator().manual_seed(seed)).double()
         model *= norm * tau / model.norm()
         exact = noiseless({"w": model}, tau)["w"]
         rounded = noiseless({"w": model.to(dtype)}, tau)["w"]
         assert rounded.dtype == torch.float64  # not rounded before the noise was added
-        assert unrounded < (rounded - exact).norm() <= sensitivity(OUTPUT, objective, size) / 2
+        assert (
+            unrounded
+            < (rounded - exact).norm()
+            <= clipped_model_sensitivity(OUTPUT, objective, size) / 2
+        )
 
 
 def test_seeded_noise_is_named_as_simulation():
@@ -766,11 +774,12 @@ def test_an_unfit_delta_is_refused_by_name(perturbation, delta):
 
 
 def test_outside_theorem_6_3_the_guarantee_says_so_without_raising():
-    """As for an unknown u₂, ε is infinite, as `epsilons` documents."""
+    """As for an unknown u₂, ε is infinite, as `epsilons_by_client` documents."""
     objective = replace(KNOWN, generalised_linear=False)
     run = {"num_examples": {0: 50}, "participations": {0: 1}, "delta": 0.1}
-    assert epsilons(OBJECTIVE, LocalObjective(), **run) == {0: (math.inf, math.inf)}  # this works
-    assert epsilons(OBJECTIVE, objective, **run) == {0: (math.inf, math.inf)}
+    unknown = {0: (math.inf, math.inf)}
+    assert epsilons_by_client(OBJECTIVE, LocalObjective(), **run) == unknown  # this works
+    assert epsilons_by_client(OBJECTIVE, objective, **run) == unknown
 
 
 def test_with_no_size_known_the_published_condition_is_not_said_to_hold():
@@ -791,4 +800,4 @@ def test_negative_participations_are_refused_by_theorem_6_3_as_by_6_2():
 
 def test_a_loss_of_no_slope_spends_nothing():
     run = {"num_examples": {0: 50}, "participations": {0: 1}, "delta": 0.1}
-    assert epsilons(OUTPUT, replace(KNOWN, gradient_bound=0.0), **run)[0][1] == 0.0
+    assert epsilons_by_client(OUTPUT, replace(KNOWN, gradient_bound=0.0), **run)[0][1] == 0.0

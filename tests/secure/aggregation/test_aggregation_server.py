@@ -71,7 +71,7 @@ def test_too_many_wrong_shares_discard_the_round():
 
 @pytest.mark.parametrize("lost", [(), (5,)], ids=["seeds", "and a mask key"])
 def test_shares_of_no_secret_discard_the_round_and_their_owner_is_named(lost, monkeypatch):
-    one, dealt = Round(round_context(6, 5, 3, 3)), member.split
+    one, dealt = Round(round_context(6, 5, 3, 3)), member.split_secret
     keys = one.advertise()
 
     def other_secrets(secret, *arguments):
@@ -79,7 +79,7 @@ def test_shares_of_no_secret_discard_the_round_and_their_owner_is_named(lost, mo
             secret = bytes(32)
         return dealt(secret, *arguments)
 
-    monkeypatch.setattr(member, "split", other_secrets)
+    monkeypatch.setattr(member, "split_secret", other_secrets)
     wrong_shares(one, one.mask(one.share(keys), lost=lost), liars=())
     with pytest.raises(IncompleteRound, match="of member 5: expected shares of a secret that fits"):
         one.server.total()

@@ -15,7 +15,7 @@ from flower_ext.secure.aggregation.aggregation_messages import (
 )
 from flower_ext.secure.aggregation.identities import Identities
 from flower_ext.secure.aggregation.mask_streams import apply_mask, pair_mask_key, self_mask_key
-from flower_ext.secure.labels import public_of
+from flower_ext.secure.keys_and_ciphers import public_of
 from tests.support.identities import write_identities
 from tests.support.secure_sum import Round, graph_digest, graph_for, member_of, round_context
 

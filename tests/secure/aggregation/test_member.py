@@ -9,7 +9,7 @@ from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.aggregation.aggregation_messages import OF_KEY, OF_SEED, Keys
 from flower_ext.secure.aggregation.aggregation_server import ShareFault
 from flower_ext.secure.aggregation.member import Member
-from tests.support.secure_sum import LOW_ORDER, Round, member_of, round_context, stored
+from tests.support.secure_sum import LOW_ORDER, Round, graph_for, member_of, round_context, stored
 
 
 @pytest.fixture
@@ -55,6 +55,32 @@ def test_a_question_that_does_not_fit_is_refused(asked, changes, error, message)
     with pytest.raises(error, match=message):
         one.members[0].unmask(replace(request, **changes))
     assert one.members[0].to_bytes() == before
+
+
+@pytest.mark.parametrize("step", ["secrets", "signature"])
+def test_a_member_that_cannot_advertise_stays_new_and_advertises_later(step):
+    fails = [True]
+
+    def token_bytes(size):
+        if step == "secrets" and fails[0]:
+            raise OSError("no randomness")
+        return bytes(range(size))
+
+    class Identity:
+        def sign(self, context, member, keys):
+            if fails[0]:
+                raise OSError("no key")
+            return bytes(96)
+
+    context = replace(round_context(num_neighbors=5, threshold=4), signed=step == "signature")
+    member = member_of(context, 0, graph_for(num_neighbors=5)[0])
+    options = {"token_bytes": token_bytes} | ({"identities": Identity()} if context.signed else {})
+    before = member.to_bytes()
+    with pytest.raises(OSError, match="no "):
+        member.advertise(**options)
+    assert member.to_bytes() == before
+    fails[0] = False
+    assert member.advertise(**options).member == 0
 
 
 def test_a_member_masks_one_input_a_round():

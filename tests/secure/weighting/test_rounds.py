@@ -6,7 +6,7 @@ import pytest
 from gmpy2 import mpz, next_prime
 
 from flower_ext.errors import IncompleteRound, ProtocolError
-from flower_ext.secure.labels import public_of
+from flower_ext.secure.keys_and_ciphers import public_of
 from flower_ext.secure.messages import pack_numbers
 from flower_ext.secure.weighting.paillier import PublicKey
 from flower_ext.secure.weighting.paillier_server import PaillierServer

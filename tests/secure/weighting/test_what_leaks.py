@@ -8,7 +8,7 @@ import pytest
 from gmpy2 import invert, mpz, powmod
 from scipy import stats
 
-from flower_ext.secure.labels import public_of
+from flower_ext.secure.keys_and_ciphers import public_of
 from flower_ext.secure.pair_keys import PairKeys
 from flower_ext.secure.weighting import paillier_silo
 from flower_ext.secure.weighting.encoding import from_residue

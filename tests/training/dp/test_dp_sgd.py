@@ -21,11 +21,11 @@ from flower_ext.training import (
     StepNoise,
     Task,
     cox_loss,
-    per_example,
     train,
     train_dp_sgd,
 )
 from flower_ext.training.dp import dp_sgd
+from flower_ext.training.single_examples import layers
 from tests.support import worlds
 from tests.support.grids import grid
 from tests.support.jobs import problem
@@ -160,11 +160,11 @@ def test_the_sum_of_clipped_gradients_is_that_of_a_loop_over_records(which, coun
 
 
 FORMS = {
-    "wide convolutional": (per_example.GradientRows, 1),
-    "deep convolutional": (per_example.Products, 1),
-    "sequences": (per_example.GradientRows, 1),
-    "short sequences": (per_example.Products, 1),
-    "dense": (per_example.Products, 2),
+    "wide convolutional": (layers.GradientRows, 1),
+    "deep convolutional": (layers.Products, 1),
+    "sequences": (layers.GradientRows, 1),
+    "short sequences": (layers.Products, 1),
+    "dense": (layers.Products, 2),
 }
 
 
@@ -180,7 +180,7 @@ def test_gradients_are_written_down_only_where_that_takes_less(which, monkeypatc
     kind, least = FORMS[which]
     weights = [p for n, p in parts.items() if n.endswith("weight")]
     assert sum(type(p) is kind for p in weights) >= least
-    assert all(type(p) is per_example.GradientRows for n, p in parts.items() if n.endswith("bias"))
+    assert all(type(p) is layers.GradientRows for n, p in parts.items() if n.endswith("bias"))
 
 
 def test_patches_of_some_images_at_a_time_change_nothing(monkeypatch):
@@ -189,7 +189,7 @@ def test_patches_of_some_images_at_a_time_change_nothing(monkeypatch):
     params = task.initial_params(1)
     gradient = ClippedGradient(task, list(params), clipping_norm=1.0)
     at_once = gradient(params, data.features, data.targets)
-    monkeypatch.setattr(per_example, "_PATCHES", 2 * 25 * 36)
+    monkeypatch.setattr(layers, "_PATCHES", 2 * 25 * 36)
     in_parts = gradient(params, data.features, data.targets)
     for name, expected in at_once.items():
         torch.testing.assert_close(in_parts[name], expected)

@@ -14,7 +14,7 @@ from tests.support.grids import grid
 from tests.support.jobs import problem
 
 # Imported where it is used: each worker of pytest collects all modules, and one runs these tests.
-pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs the extra transformers")
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs transformers and peft")
 
 WORDS, LENGTH = 50, 12
 

@@ -76,17 +76,17 @@ def examples(seed: int, count: int = 20) -> Examples:
 
 
 def plain_loop(model: nn.Module, params, data: Examples, seed: int):
-    """Train by PyTorch's own optimiser, on a model that has its frozen part in place."""
+    """Train by PyTorch's own optimizer, on a model that has its frozen part in place."""
     named = dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for name, value in params.items():
             named[name].copy_(value)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimiser = torch.optim.SGD(trained, lr=SGD.learning_rate, momentum=SGD.momentum)
+    optimizer = torch.optim.SGD(trained, lr=SGD.learning_rate, momentum=SGD.momentum)
     for x, y in batches(data, SGD, torch.Generator().manual_seed(seed)):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
-        optimiser.step()
+        optimizer.step()
     return {name: named[name].detach() for name in params}
 
 

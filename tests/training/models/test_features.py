@@ -15,6 +15,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
 from flower_ext.training import Features, LocalTraining, Task
+from flower_ext.training.models.calls import UnlikeTypes
 from tests.support.fronts import WIDTH, Front, count_of, images
 
 CLIENTS = 3
@@ -40,6 +41,37 @@ def test_features_are_what_the_front_puts_out_in_evaluation_and_targets_stay():
         torch.testing.assert_close(part.features, plain.eval()(was.features))
         assert torch.equal(part.targets, was.targets)
         assert not part.features.requires_grad
+
+
+def of_float64(client: int) -> ClientData:
+    x = images(client).train.features.double()
+    examples = Examples(x, images(client).train.targets)
+    return ClientData(train=examples, test=examples)
+
+
+def test_images_of_another_type_than_the_front_are_refused_with_a_remedy():
+    front = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(25, affine=False), nn.Linear(25, 4))
+    words = r"features of type torch.float64: expected torch.float32.*features.to\("
+    with pytest.raises(UnlikeTypes, match=words):
+        Features(lambda: front, of_float64)(0)
+    made = Features(lambda: front.double(), of_float64)(0)
+    assert made.train.features.dtype == torch.float64
+
+
+def test_a_front_without_floating_point_numbers_reports_its_own_error():
+    with pytest.raises(RuntimeError, match="same dtype"):
+        Features(Integers, of_float64)(0)
+
+
+class Integers(nn.Module):
+    """A front whose only numbers are integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", torch.ones(25, 4, dtype=torch.int64))
+
+    def forward(self, x):
+        return x.flatten(1) @ self.weight
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from torch import nn
 
 from flower_ext.training import ClippedGradient
 from flower_ext.training.isolation import seeded
-from flower_ext.training.task import kind_of
-from flower_ext.training.trials.examples import BatchInvarianceTrial
-from flower_ext.training.trials.made_up_examples import ODD
+from flower_ext.training.kind import kind_of
+from flower_ext.training.trials.examples_together import BatchInvarianceTrial
+from flower_ext.training.trials.made_up_examples import UNUSUAL_VALUES
 from tests.support.jobs import problem
 
 
@@ -170,7 +170,7 @@ def test_texts_that_are_apart_pass_together():
     assert moved <= 1 + 1e-6
 
 
-@pytest.mark.parametrize("odd", [None, *ODD])
+@pytest.mark.parametrize("odd", [None, *UNUSUAL_VALUES])
 def test_a_pass_in_which_an_odd_example_moves_others_fails(odd):
     task = problem(lambda: nn.Linear(4, 3))
     gradient = ClippedGradient(task, ["weight", "bias"], clipping_norm=1.0)

@@ -14,7 +14,7 @@ from flower_ext.errors import InvalidValue, is_tellable
 from flower_ext.privacy import SeededNoise
 from flower_ext.training import DpSgdTraining, Task, train_dp_sgd
 from flower_ext.training.dp.dp_sgd import ClippedGradient
-from flower_ext.training.trials.examples import _usual_examples, why_nothing_learned
+from flower_ext.training.trials.examples_in_turn import _usual_examples, why_nothing_learned
 from tests.support.grids import grid
 
 

@@ -56,7 +56,9 @@ def adaptive_plans(sampling: Sampling, **options: Any) -> Callable[[float, int],
     def plan(noise: float, rounds: int) -> ReleasePlan:
         usual = fixed(noise, rounds)
         count_noise = usual.noise_multiplier / math.sqrt(2)
-        clipping = AdaptiveClipping(initial=1.0, learning_rate=_RATE, bit_noise=count_noise)
+        clipping = AdaptiveClipping(
+            initial_norm=1.0, learning_rate=_RATE, count_noise_stddev=count_noise
+        )
         return replace(usual, clipping_norm=clipping)
 
     return plan

@@ -10,7 +10,7 @@ A study is a TOML file::
 
     [settings]                       # of all stages, as for `flower-ext run --set`
     num-silos = 3
-    population-epsilon = 1.5         # the study's budget; without it, stages share no account
+    population-epsilon = 1.5         # the budget that all stages spend together; 0: no account
     population-delta = 1e-7
 
     [[link]]                         # options of `flower-ext link users`, once for each silo
@@ -49,13 +49,19 @@ from flower_ext.cli.reporting import ledger
 from flower_ext.cli.screen import console, say, titled_table
 from flower_ext.errors import InvalidValue
 from flower_ext.files import from_table, read_toml
-from flower_ext.runs.app_settings import SettingsFile
+from flower_ext.runs.app_settings import SettingsFile, declared_settings
 from flower_ext.runs.directory import RunDirectory
 from flower_ext.runs.settings import INCIDENTAL, OF_NODES
 from flower_ext_consortium.commands import link
 
 _ACCOUNT = "account.jsonl"
 """File in a study's folder with the privacy that all stages have spent."""
+_EPSILON, _DELTA, _LEDGER = "population-epsilon", "population-delta", "budget-ledger"
+"""Settings of an app that name an account and its budget."""
+_NO_ACCOUNT = (
+    "The stages share no account: each has an ε of its own, and nothing limits what they spend "
+    f"together on the same people. To limit it, set {_EPSILON} and {_DELTA} in [settings]."
+)
 _LINK_PATHS = {"table", "key", "output", "numbers"}
 
 
@@ -95,11 +101,51 @@ class Study:
         """Return a path in the study's file as an absolute path."""
         return (self.path.parent / Path(path).expanduser()).absolute()
 
-    def settings_of(self, stage: Stage, folder: Path) -> dict[str, Any]:
-        """Return a stage's settings; ``folder`` has the account and the runs of earlier stages."""
+    def account(self, folder: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings of the account that all stages share; none if they share no account.
+
+        The budget may stand in [settings], in any stage, or in the app's ``defaults``. It holds for
+        all stages, except those that name an account of their own. The function refuses a study
+        with two budgets. It also refuses a study that names no budget, not even 0, if the app could
+        keep one.
+        """
+        sharing = [stage for stage in self.stage if not stage.settings.get(_LEDGER)]
+        epsilon, delta = (self._agreed(name, sharing) for name in (_EPSILON, _DELTA))
+        if sharing and epsilon is None and defaults.get(_EPSILON) == 0:
+            raise InvalidValue(
+                f"study {self.path} has no {_EPSILON}, so nothing would limit what its stages "
+                f"spend together: expected {_EPSILON} and {_DELTA} in [settings]. With {_EPSILON} "
+                "= 0, the stages share no account"
+            )
+        epsilon = defaults.get(_EPSILON) if epsilon is None else epsilon
+        delta = defaults.get(_DELTA) if delta is None else delta
+        if not (sharing and epsilon):
+            return {}
+        if not delta:
+            raise InvalidValue(f"study {self.path}: expected {_DELTA} > 0 beside {_EPSILON}")
+        ledger = self.settings.get(_LEDGER) or defaults.get(_LEDGER) or str(folder / _ACCOUNT)
+        return {_LEDGER: ledger, _EPSILON: epsilon, _DELTA: delta}
+
+    def _agreed(self, name: str, stages: Sequence[Stage]) -> Any:
+        """Return the value of a setting on which all places in the file agree; None without one."""
+        places = {"[settings]": self.settings}
+        places |= {f"stage {stage.name}": stage.settings for stage in stages}
+        values = {place: table[name] for place, table in places.items() if name in table}
+        agreed = next(iter(values.values()), None)
+        if any(value != agreed for value in values.values()):
+            named = ", ".join(f"{value!r} in {place}" for place, value in values.items())
+            raise InvalidValue(
+                f"study {self.path}: {name} is {named}: expected one value, because the stages "
+                f"share one account. A stage that needs its own account names it by {_LEDGER}"
+            )
+        return agreed
+
+    def settings_of(self, stage: Stage, folder: Path, account: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a stage's settings; ``folder`` has the runs of earlier stages.
+
+        ``account`` are the settings that `account` returned.
+        """
         settings = {"run-directory": str(folder / stage.name), **self.settings}
-        if "population-epsilon" in settings:
-            settings.setdefault("budget-ledger", str(folder / _ACCOUNT))
         for name in OF_NODES:
             if settings.get(name):
                 settings[name] = str(self.placed(settings[name]))
@@ -109,7 +155,8 @@ class Study:
                     f"`uses` names {path}, but no earlier stage has written this file"
                 )
             settings |= SettingsFile.read(path).settings(settings)
-        return {**settings, **stage.settings}
+        has_own_account = bool(stage.settings.get(_LEDGER))
+        return {**settings, **stage.settings, **({} if has_own_account else account)}
 
 
 def study(
@@ -125,11 +172,17 @@ def study(
 ) -> None:
     """Run a whole study: link tables, then each stage, under one budget; repeat it to continue.
 
+    The file sets the budget, population-epsilon, for all stages together. With 0, there is none.
+
     Example: flower-ext study study.toml
     """
     plan = Study.read(file)
     links = [_link_command(plan, entry) for entry in plan.link]
     place = (folder or runs / file.stem).absolute()
+    defaults, _ = declared_settings(plan.placed(plan.app))
+    account = plan.account(place, defaults)
+    if not account:
+        say(_NO_ACCOUNT)
     for entry, command in zip(plan.link, links, strict=True):
         console.rule(f"Link {entry['table']}")
         _link(plan, command)
@@ -141,7 +194,7 @@ def study(
                 superlink=superlink,
                 settings=[
                     f"{name}={value if isinstance(value, str) else json.dumps(value)}"
-                    for name, value in plan.settings_of(stage, place).items()
+                    for name, value in plan.settings_of(stage, place, account).items()
                 ],
                 in_process=superlink is None,
             )
@@ -162,8 +215,10 @@ def study(
         for page in sorted((place / stage.name).glob("*.html")):
             pages.add_row(stage.name, str(page))
     console.print(pages)
-    if (account := place / _ACCOUNT).exists():
-        ledger(account)
+    if not account:
+        say(_NO_ACCOUNT)
+    elif (path := Path(account[_LEDGER])).exists():
+        ledger(path)
 
 
 def _link_command(plan: Study, entry: Mapping[str, Any]) -> click.Context:

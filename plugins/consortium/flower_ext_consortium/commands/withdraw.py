@@ -51,10 +51,13 @@ def withdraw(
         _show(content)
         console.print("The signature holds.")
         return
-    if ledger is None or (not user and client is None) or (user and client is not None):
+    if ledger is None or bool(user) == (client is not None):
         raise InvalidValue("withdraw: expected --ledger, and either --user or --client")
-    unit = PrivacyUnit.USER if user else PrivacyUnit.CLIENT
-    numbers = user or [client if client is not None else 0]
+    if user:  # a list, so true for user 0 as well
+        unit, numbers = PrivacyUnit.USER, user
+    else:
+        assert client is not None  # checked above
+        unit, numbers = PrivacyUnit.CLIENT, [client]
     # A wrong key must fail before the account records the withdrawal.
     signing = withdrawal_statement.signing_key(key or ledger.with_name(ledger.name + ".key"))
     withdrawal.withdraw(ledger, unit, numbers)

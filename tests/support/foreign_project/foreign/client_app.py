@@ -17,12 +17,12 @@ def data(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
 def train(message: Message, context: Context) -> Message:
     model = torch.nn.Linear(3, 2)
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     x, y = data(context)
     for _ in range(10):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimiser.step()
+        optimizer.step()
     content = {
         "arrays": ArrayRecord(model.state_dict()),
         "metrics": MetricRecord({"num-examples": len(x)}),

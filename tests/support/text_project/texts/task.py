@@ -12,8 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import node_settings
-from flower_ext.training import Task
-from flower_ext.training.task import accuracy
+from flower_ext.training import Task, accuracy
 from texts.settings import Settings
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flower_ext.training import per_example
+from flower_ext.training.single_examples import layers
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
@@ -16,7 +16,7 @@ def test_what_cancels_does_not_pass_unclipped(left, scale):
     same = torch.randn(count, 1, wide, generator=random)
     inputs = scale * (sides * same + left * torch.randn(count, places, wide, generator=random))
     slopes = torch.randn(count, 1, outputs, generator=random).expand(-1, places, -1).clone()
-    part = per_example.Products(slopes, inputs)
+    part = layers.Products(slopes, inputs)
     norms = part.squares().sqrt()
     for row in range(count):
         only = torch.eye(count)[row]
@@ -35,7 +35,7 @@ def test_what_cancels_at_one_word_does_not_pass_unclipped(left):
     words = torch.randint(vocabulary, (count, 6), generator=draw).repeat(1, 2)
     slopes = torch.randn(count, 6, width, generator=draw)
     rest = left * torch.randn(count, 6, width, generator=draw)
-    part = per_example.Lookups(torch.cat([slopes, rest - slopes], dim=1), words, vocabulary)
+    part = layers.Lookups(torch.cat([slopes, rest - slopes], dim=1), words, vocabulary)
     norms = part.squares().sqrt()
     totals = [part.total(torch.eye(count)[row]) for row in range(count)]
     for norm, total in zip(norms, totals, strict=True):
@@ -56,9 +56,9 @@ def test_no_number_of_weights_makes_a_norm_too_small(kind):
     long = torch.full((1, 20_000_003), 0.7)
     exact = 0.7**2 * long.shape[1]
     if kind == "rows":
-        part = per_example.GradientRows(long)
+        part = layers.GradientRows(long)
     else:
-        part = per_example.Products(torch.full((1, 1, 1), 2.0), long.unsqueeze(1))
+        part = layers.Products(torch.full((1, 1, 1), 2.0), long.unsqueeze(1))
         exact *= 4
     assert float(part.squares()) == pytest.approx(exact, rel=1e-5)
 
@@ -84,10 +84,10 @@ def test_in_float64_nothing_that_cancels_passes_unclipped(kind, large, places):
     inputs = large * torch.randn(count, 1, width, generator=draw, dtype=torch.float64)
     inputs = inputs + torch.randn(count, places, width, generator=draw, dtype=torch.float64)
     if kind == "products":
-        part = per_example.Products(slopes, inputs)
+        part = layers.Products(slopes, inputs)
     else:  # one row looked up with slopes whose sum is small
         words = torch.full((count, places), 3)
-        part = per_example.Lookups(inputs * signs.view(-1, 1), words, 50)
+        part = layers.Lookups(inputs * signs.view(-1, 1), words, 50)
     assert largest_total(part) <= 1 + 1e-6
 
 
@@ -98,14 +98,14 @@ def test_squares_that_leave_the_range_of_single_precision_count(places, exponent
     tiny = torch.full((1, places, 128), 1.3 * 10.0 ** (-exponent - 5))
     huge = torch.full((1, places, 4096), 1.1 * 10.0**exponent)
     exact = places * 1.43e-5 * (128 * 4096) ** 0.5
-    for part in (per_example.Products(tiny, huge), per_example.Products(huge, tiny)):
+    for part in (layers.Products(tiny, huge), layers.Products(huge, tiny)):
         assert float(part.squares().sqrt()) == pytest.approx(exact, rel=1e-4)
         assert largest_total(part) <= 1 + 1e-5
 
 
 @pytest.mark.parametrize("value", [1e-30, 1e-23, 1e-19, 1.0, 1e19, 1e30])
 def test_rows_of_any_size_have_the_right_norm(value):
-    part = per_example.GradientRows(torch.full((2, 1000), value) * torch.tensor([[1.0], [0.0]]))
+    part = layers.GradientRows(torch.full((2, 1000), value) * torch.tensor([[1.0], [0.0]]))
     norms = part.squares().sqrt()
     assert float(norms[0]) == pytest.approx(value * 1000**0.5, rel=1e-4)
     assert float(norms[1]) == 0.0

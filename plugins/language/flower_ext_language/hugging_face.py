@@ -11,18 +11,7 @@ from torch import nn
 from flower_ext.errors import InvalidValue
 from flower_ext.training.models.factory import tied_names
 
-
-def libraries(setting: str) -> tuple[Any, Any]:
-    """Return the modules ``peft`` and ``transformers``; ``setting`` names what needs them."""
-    try:
-        import peft
-        import transformers
-    except ImportError as error:
-        raise InvalidValue(
-            f"{setting}: transformers and peft are not installed; "
-            "pip install 'flower-ext[transformers]'"
-        ) from error
-    return peft, transformers
+# Each function imports the library that it needs, because both take seconds to import.
 
 
 @cache
@@ -36,8 +25,9 @@ def pretrained(kind: str, folder: str, *, setting: str, **options: Any) -> Any:
     InvalidValue
         There is no such model or tokenizer; the message names ``setting``.
     """
-    _, transformers = libraries(f"{setting}={folder!r}")
-    transformers.utils.logging.disable_progress_bar()
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
     try:
         return getattr(transformers, kind).from_pretrained(folder, **options)
     except (OSError, ValueError) as error:  # no folder with a model, and no download
@@ -98,7 +88,8 @@ def with_lora(
         ``targets`` names a layer that is not linear, that does not exist, or that is tied to
         another.
     """
-    peft, _ = libraries("LoRA")
+    import peft
+
     names: str | list[str] = targets
     if targets != "all-linear":  # for "all-linear", PEFT finds the layers, and leaves out the head
         names = [*filter(None, targets.split(","))]

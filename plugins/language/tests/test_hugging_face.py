@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flower_ext.training import Task
-from flower_ext.training.models.hugging_face import causal_model, with_lora
+from flower_ext_language.hugging_face import causal_model, with_lora
 from tests.support.pretrained import save_causal
 
 

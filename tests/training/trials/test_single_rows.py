@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from flower_ext.training.job import refusing_layer
-from flower_ext.training.task import kind_of
+from flower_ext.training.kind import kind_of
+from flower_ext.training.trials.single_rows import refusing_layer
 from tests.support.jobs import problem
 
 

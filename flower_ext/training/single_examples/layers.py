@@ -26,26 +26,26 @@ from torch.nn.grad import conv2d_weight
 from flower_ext.training.models.validation import objections, opacus
 from flower_ext.training.params import flat_rows
 
-_CANCELLED = 2e-6
+_CANCELLATION_MARGIN = 2e-6
 """Margin for terms s_t a_tᵀ that cancel (`Products`): a norm grows by at least this share of
 Σ_t ‖s_t a_tᵀ‖.
 
 After clipping to C, an example's Σ_t ‖s_t a_tᵀ‖ is therefore at most C/share, and rounding in
 float64 changes Σ_t s_t a_tᵀ by far less than C.
 """
-_HUGE = 1e200
+_INFINITE_SQUARE = 1e200
 """A square above this counts as infinite. Otherwise it might be multiplied by a square that
 underflowed, and the product would be too small."""
-_SINGLE = 1e-20
+_LEAST_RELIABLE_SQUARE = 1e-20
 """A sum of squares in single precision is reliable if it is above this number: squares that
 underflow are then tiny beside the sum."""
 _FEW_CHANNELS = 32
 """With fewer channels, a grouped convolution is at least as fast as Opacus on a CPU."""
 _PATCHES = 2**22
 """Largest number of elements in the patches that Opacus stores at a time."""
-_WIDENED = 2**20
+_CONVERTED_AT_A_TIME = 2**20
 """Most numbers that are converted to float64 at a time, so that they stay in the caches."""
-_SQUARED = 256
+_SUMMED_IN_SINGLE = 256
 """Most numbers whose squares are added up in single precision. In any order of additions, the
 relative error is at most 1.6e-5 for the sum, and 0.8e-5 for the norm."""
 
@@ -68,7 +68,7 @@ class GradientRows:
     def total(self, factors: Tensor) -> Tensor:
         """Return the sum over examples of factor · gradient, in float64."""
         summed = self.rows.new_zeros(self.rows.shape[1], dtype=torch.float64)
-        piece = max(1, _WIDENED // max(1, len(summed)))
+        piece = max(1, _CONVERTED_AT_A_TIME // max(1, len(summed)))
         pieces = zip(
             torch.split(factors.double(), piece), torch.split(self.rows, piece), strict=True
         )
@@ -160,23 +160,23 @@ def _squares_of_sums(products: Tensor, terms: int) -> Tensor:
     sizes = products.diagonal(dim1=1, dim2=2).sqrt().sum(dim=1)
     # In any order of additions, rounding moves the square by at most this share of sizes².
     share = (terms + 2 * products.shape[1] + 4) * torch.finfo(torch.float64).eps
-    return (squares.sqrt() + max(_CANCELLED, math.sqrt(share)) * sizes).square()
+    return (squares.sqrt() + max(_CANCELLATION_MARGIN, math.sqrt(share)) * sizes).square()
 
 
 def _bounded(squares: Tensor) -> Tensor:
-    return squares.where(squares.abs() < _HUGE, math.inf)
+    return squares.where(squares.abs() < _INFINITE_SQUARE, math.inf)
 
 
 def _squares(rows: Tensor) -> Tensor:
     """Return ‖row‖² in float64, because a long sum in float32 would lose terms or overflow."""
-    whole = rows.shape[1] // _SQUARED * _SQUARED
+    whole = rows.shape[1] // _SUMMED_IN_SINGLE * _SUMMED_IN_SINGLE
     norms = [
-        vector_norm(rows[:, :whole].view(len(rows), -1, _SQUARED), dim=2),
+        vector_norm(rows[:, :whole].view(len(rows), -1, _SUMMED_IN_SINGLE), dim=2),
         vector_norm(rows[:, whole:], dim=1, keepdim=True),
     ]
     squares = torch.cat(norms, dim=1).double().square().sum(dim=1)
     if rows.dtype != torch.float64:
-        unsure = (squares < _SINGLE) | squares.isinf()
+        unsure = (squares < _LEAST_RELIABLE_SQUARE) | squares.isinf()
         if bool(unsure.any()):
             squares[unsure] = _squares(rows[unsure].double())
     return squares

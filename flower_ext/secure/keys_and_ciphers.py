@@ -7,9 +7,7 @@ from collections.abc import Callable
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
-from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
@@ -18,7 +16,7 @@ from flower_ext.errors import InvalidValue
 KEY_BYTES = 32
 """Length in bytes of every key: of X25519 and ChaCha20, and as `derive` returns it."""
 _NONCE_BYTES = 12
-ADDED_BYTES = _NONCE_BYTES + 16
+ENCRYPTION_OVERHEAD_BYTES = _NONCE_BYTES + 16
 """Number of bytes that `encrypt` adds to a message: a nonce and a tag."""
 _FIELD = 2**255 - 19
 _ANY_PRIVATE = X25519PrivateKey.from_private_bytes(bytes(range(32)))
@@ -38,12 +36,6 @@ def derive(key: bytes, *label: str | int | bytes) -> bytes:
         raw = part if isinstance(part, bytes) else str(part).encode()
         parts.append(type(part).__name__.encode() + b":" + str(len(raw)).encode() + b":" + raw)
     return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=None, info=b"".join(parts)).derive(key)
-
-
-def keystream(key: bytes) -> CipherContext:
-    """Return a cipher that turns zeros into the ChaCha20 stream of a key. Use each key once."""
-    # A counter and nonce of zero are safe, because the key is used once.
-    return Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
 
 
 def encrypt(

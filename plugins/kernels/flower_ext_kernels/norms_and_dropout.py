@@ -1,8 +1,6 @@
 """Normalisation and dropout between layers, as loops over numbers that Numba translates.
 
-A *slope* is the derivative of the loss with respect to one number. An argument ``slopes`` has the
-slopes of a layer's outputs; ``down`` receives those of its inputs. Indices are unsigned, because
-Numba would test whether a signed index is negative.
+Indices are unsigned, because Numba would test whether a signed index is negative.
 """
 
 from __future__ import annotations
@@ -40,11 +38,11 @@ def normalise(
     Write the results to ``outputs``, the values before weight and bias to ``normed``, and
     1 / √(variance + ε) of each group to ``scales``.
     """
-    wide, groups = np.uint64(layer[INPUTS]), np.uint64(layer[GROUPS])
-    size, epsilon = wide // groups, ONE / np.float32(layer[SETTING])
+    width, groups = np.uint64(layer[INPUTS]), np.uint64(layer[GROUPS])
+    size, epsilon = width // groups, ONE / np.float32(layer[SETTING])
     share = ONE / np.float32(size)
-    for row in range(np.uint64(len(inputs)) // wide):
-        values, unscaled = inputs[row * wide :][:wide], normed[row * wide :][:wide]
+    for row in range(np.uint64(len(inputs)) // width):
+        values, unscaled = inputs[row * width :][:width], normed[row * width :][:width]
         for group in range(groups):
             start = group * size
             # First the mean, then the variance: E[x²] − E[x]² would cancel if the mean is large.
@@ -58,74 +56,74 @@ def normalise(
             scales[row * groups + group] = scale
             for i in range(size):
                 unscaled[start + i] = (values[start + i] - mean) * scale
-        into = outputs[row * wide :][:wide]
-        for i in range(wide):
-            into[i] = unscaled[i]
+        out = outputs[row * width :][:width]
+        for i in range(width):
+            out[i] = unscaled[i]
         if layer[WEIGHT] >= 0:
-            weight = weights[layer[WEIGHT] :][:wide]
-            for i in range(wide):
-                into[i] *= weight[i]
+            weight = weights[layer[WEIGHT] :][:width]
+            for i in range(width):
+                out[i] *= weight[i]
         if layer[BIAS] >= 0:
-            bias = weights[layer[BIAS] :][:wide]
-            for i in range(wide):
-                into[i] += bias[i]
+            bias = weights[layer[BIAS] :][:width]
+            for i in range(width):
+                out[i] += bias[i]
 
 
 @sums
-def through_norm(
+def backward_norm(
     weights: np.ndarray,
     layer: np.ndarray,
     slopes: np.ndarray,
-    down: np.ndarray,
+    input_slopes: np.ndarray,
     normed: np.ndarray,
     scales: np.ndarray,
 ) -> None:
-    """Backpropagate ``slopes`` through `normalise`, from outputs to inputs; write to ``down``."""
-    wide, groups = np.uint64(layer[INPUTS]), np.uint64(layer[GROUPS])
-    size = wide // groups
+    """Backpropagate ``slopes`` through `normalise`, and write the slopes of its inputs."""
+    width, groups = np.uint64(layer[INPUTS]), np.uint64(layer[GROUPS])
+    size = width // groups
     share = ONE / np.float32(size)
-    for row in range(np.uint64(len(slopes)) // wide):
-        slope, unscaled = slopes[row * wide :][:wide], normed[row * wide :][:wide]
-        into = down[row * wide :][:wide]
-        for i in range(wide):
-            into[i] = slope[i]
+    for row in range(np.uint64(len(slopes)) // width):
+        slope, unscaled = slopes[row * width :][:width], normed[row * width :][:width]
+        out = input_slopes[row * width :][:width]
+        for i in range(width):
+            out[i] = slope[i]
         if layer[WEIGHT] >= 0:
-            weight = weights[layer[WEIGHT] :][:wide]
-            for i in range(wide):
-                into[i] *= weight[i]
+            weight = weights[layer[WEIGHT] :][:width]
+            for i in range(width):
+                out[i] *= weight[i]
         for group in range(groups):
             start, scale = group * size, scales[row * groups + group]
             # A shift or a scaling of the inputs does not change the outputs. The slopes therefore
             # lose their mean (``level``) and their part along the normalised values (``along``).
             level = along = ZERO
             for i in range(size):
-                level += into[start + i]
-                along += into[start + i] * unscaled[start + i]
+                level += out[start + i]
+                along += out[start + i] * unscaled[start + i]
             level *= share
             along *= share
             for i in range(size):
-                into[start + i] = scale * (into[start + i] - level - unscaled[start + i] * along)
+                out[start + i] = scale * (out[start + i] - level - unscaled[start + i] * along)
 
 
 @loops
-def send_norm(
+def add_gradient_of_norm(
     layer: np.ndarray,
     slopes: np.ndarray,
     normed: np.ndarray,
-    into: np.ndarray,
+    out: np.ndarray,
     factor: np.float32,
 ) -> None:
-    """Add ``factor`` times the gradient of `normalise`'s weight and bias to ``into``."""
-    wide = np.uint64(layer[INPUTS])
-    for row in range(np.uint64(len(slopes)) // wide):
-        slope, unscaled = slopes[row * wide :][:wide], normed[row * wide :][:wide]
+    """Add ``factor`` times the gradient of `normalise`'s weight and bias to ``out``."""
+    width = np.uint64(layer[INPUTS])
+    for row in range(np.uint64(len(slopes)) // width):
+        slope, unscaled = slopes[row * width :][:width], normed[row * width :][:width]
         if layer[TRAINS_WEIGHT]:
-            weight = into[layer[WEIGHT] :][:wide]
-            for i in range(wide):
+            weight = out[layer[WEIGHT] :][:width]
+            for i in range(width):
                 weight[i] += factor * slope[i] * unscaled[i]
         if layer[TRAINS_BIAS]:
-            bias = into[layer[BIAS] :][:wide]
-            for i in range(wide):
+            bias = out[layer[BIAS] :][:width]
+            for i in range(width):
                 bias[i] += factor * slope[i]
 
 
@@ -143,34 +141,34 @@ def normalise_image(
 
     ``scales`` receives one number per channel. ``scratch`` has space for two numbers per channel.
     """
-    wide = np.uint64(layer[CHANNELS])
-    places, epsilon = np.uint64(len(image)) // wide, ONE / np.float32(layer[SETTING])
-    means, squares = scratch[:wide], scratch[wide:][:wide]
+    width = np.uint64(layer[CHANNELS])
+    places, epsilon = np.uint64(len(image)) // width, ONE / np.float32(layer[SETTING])
+    means, squares = scratch[:width], scratch[width:][:width]
     fill(means, ZERO)
     for place in range(places):
-        values = image[place * wide :][:wide]
-        for i in range(wide):
+        values = image[place * width :][:width]
+        for i in range(width):
             means[i] += values[i]
     _mean_by_group(means, layer[GROUPS], places)
     fill(squares, ZERO)
     for place in range(places):
-        values = image[place * wide :][:wide]
-        for i in range(wide):
+        values = image[place * width :][:width]
+        for i in range(width):
             squares[i] += (values[i] - means[i]) * (values[i] - means[i])
     _mean_by_group(squares, layer[GROUPS], places)
-    for i in range(wide):
+    for i in range(width):
         scales[i] = ONE / np.float32(math.sqrt(squares[i] + epsilon))
     for place in range(places):
-        values, unscaled = image[place * wide :][:wide], normed[place * wide :][:wide]
-        for i in range(wide):
+        values, unscaled = image[place * width :][:width], normed[place * width :][:width]
+        for i in range(width):
             unscaled[i] = (values[i] - means[i]) * scales[i]
-        into = outputs[place * wide :][:wide]
+        out = outputs[place * width :][:width]
         if layer[WEIGHT] >= 0:
-            weight, bias = weights[layer[WEIGHT] :][:wide], weights[layer[BIAS] :][:wide]
-            for i in range(wide):
-                into[i] = unscaled[i] * weight[i] + bias[i]
+            weight, bias = weights[layer[WEIGHT] :][:width], weights[layer[BIAS] :][:width]
+            for i in range(width):
+                out[i] = unscaled[i] * weight[i] + bias[i]
         else:
-            copy(unscaled, into)
+            copy(unscaled, out)
 
 
 @sums
@@ -187,59 +185,59 @@ def _mean_by_group(values: np.ndarray, groups: int, places: Any) -> None:
 
 
 @sums
-def through_image_norm(
+def backward_image_norm(
     weights: np.ndarray,
     layer: np.ndarray,
     slopes: np.ndarray,
-    down: np.ndarray,
+    input_slopes: np.ndarray,
     normed: np.ndarray,
     scales: np.ndarray,
     scratch: np.ndarray,
 ) -> None:
-    """Backpropagate ``slopes`` through `normalise_image`; write the image's slopes to ``down``.
+    """Backpropagate ``slopes`` through `normalise_image`, and write the image's slopes.
 
     ``scratch`` has space for three numbers per channel.
     """
-    wide = np.uint64(layer[CHANNELS])
-    places = np.uint64(len(slopes)) // wide
-    levels, along, weight = scratch[:wide], scratch[wide:][:wide], scratch[2 * wide :][:wide]
+    width = np.uint64(layer[CHANNELS])
+    places = np.uint64(len(slopes)) // width
+    levels, along, weight = scratch[:width], scratch[width:][:width], scratch[2 * width :][:width]
     # A channel's weight is constant over places, so it can multiply the sums instead.
     _sum_over_places(slopes, normed, levels, along)
     fill(weight, ONE)
     if layer[WEIGHT] >= 0:
-        copy(weights[layer[WEIGHT] :][:wide], weight)
-    for i in range(wide):
+        copy(weights[layer[WEIGHT] :][:width], weight)
+    for i in range(width):
         levels[i] *= weight[i]
         along[i] *= weight[i]
     _mean_by_group(levels, layer[GROUPS], places)
     _mean_by_group(along, layer[GROUPS], places)
     for place in range(places):
-        slope, unscaled = slopes[place * wide :][:wide], normed[place * wide :][:wide]
-        below = down[place * wide :][:wide]
-        for i in range(wide):
+        slope, unscaled = slopes[place * width :][:width], normed[place * width :][:width]
+        below = input_slopes[place * width :][:width]
+        for i in range(width):
             below[i] = scales[i] * (slope[i] * weight[i] - levels[i] - unscaled[i] * along[i])
 
 
 @sums
-def send_image_norm(
+def add_gradient_of_image_norm(
     layer: np.ndarray,
     slopes: np.ndarray,
     normed: np.ndarray,
-    into: np.ndarray,
+    out: np.ndarray,
     factor: np.float32,
     scratch: np.ndarray,
 ) -> None:
-    """Add ``factor`` times the gradient of `normalise_image`'s weight and bias to ``into``."""
-    wide = np.uint64(layer[CHANNELS])
-    levels, along = scratch[:wide], scratch[wide:][:wide]
+    """Add ``factor`` times the gradient of `normalise_image`'s weight and bias to ``out``."""
+    width = np.uint64(layer[CHANNELS])
+    levels, along = scratch[:width], scratch[width:][:width]
     _sum_over_places(slopes, normed, levels, along)
     if layer[TRAINS_WEIGHT]:
-        weight = into[layer[WEIGHT] :][:wide]
-        for i in range(wide):
+        weight = out[layer[WEIGHT] :][:width]
+        for i in range(width):
             weight[i] += factor * along[i]
     if layer[TRAINS_BIAS]:
-        bias = into[layer[BIAS] :][:wide]
-        for i in range(wide):
+        bias = out[layer[BIAS] :][:width]
+        for i in range(width):
             bias[i] += factor * levels[i]
 
 
@@ -248,24 +246,24 @@ def _sum_over_places(
     slopes: np.ndarray, normed: np.ndarray, levels: np.ndarray, along: np.ndarray
 ) -> None:
     """Sum each channel's ``slopes`` into ``levels``, and ``slopes`` · ``normed`` into ``along``."""
-    wide = np.uint64(len(levels))
+    width = np.uint64(len(levels))
     fill(levels, ZERO)
     fill(along, ZERO)
-    for place in range(np.uint64(len(slopes)) // wide):
-        slope, unscaled = slopes[place * wide :][:wide], normed[place * wide :][:wide]
-        for i in range(wide):
+    for place in range(np.uint64(len(slopes)) // width):
+        slope, unscaled = slopes[place * width :][:width], normed[place * width :][:width]
+        for i in range(width):
             levels[i] += slope[i]
             along[i] += slope[i] * unscaled[i]
 
 
 @loops
-def drop(layer: np.ndarray, drawn: Any, values: np.ndarray, into: np.ndarray) -> None:
-    """Apply dropout: write scaled values to ``into``, and 0 for those that ``drawn`` drops."""
+def drop(layer: np.ndarray, drawn: Any, values: np.ndarray, out: np.ndarray) -> None:
+    """Apply dropout: write scaled values to ``out``, and 0 for those that ``drawn`` drops."""
     dropped = layer[SETTING]
     scale = np.float32(LEVELS / (LEVELS - dropped))
     least = np.float32(dropped - LEVELS // 2)  # draws are signed, from −LEVELS / 2 on
     for i in range(np.uint64(len(values))):
-        into[i] = values[i] * (scale if np.float32(drawn[i]) >= least else ZERO)
+        out[i] = values[i] * (scale if np.float32(drawn[i]) >= least else ZERO)
 
 
 @loops

@@ -1,0 +1,29 @@
+import pytest
+
+from flower_ext.algorithms.uldp.plan_checks import sums_of_users
+from flower_ext.privacy import FixedSizeSampling, FullParticipation, ReleasePlan
+from tests.support.plans import mechanism_of
+
+
+def plan(**changes) -> ReleasePlan:
+    fields = {
+        "sampling": FullParticipation(100),
+        "clipping_norm": 1.0,
+        "noise_multiplier": 5.0,
+        "rounds": 100,
+        "delta": 1e-5,
+    }
+    return ReleasePlan(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_silos", "said"),
+    [
+        ({"noise_placement": "server"}, 5, "noise_placement='server'"),
+        ({"sampling": FixedSizeSampling(100, 5)}, 5, "FullParticipation or PoissonSampling"),
+        ({}, 0, "silos=0"),
+    ],
+)
+def test_plans_of_other_methods_are_refused(changes, num_silos, said):
+    with pytest.raises(ValueError, match=said):
+        sums_of_users(mechanism_of(plan(**changes), silos=num_silos))
