@@ -202,6 +202,8 @@ DAILY = {
     *((method, "no privacy") for method in METHODS),
     ("SCAFFOLD", "secure sums"),
     ("DP-Ditto", "noised models"),
+    ("FedYogi", "output perturbation"),
+    ("pFedMe", "clients noise"),
 }
 REFUSING = {"DP-FedAvg", "DP²-FedSAM", "FedPer", "DP-Ditto", "APPLE", "FedYogi", "Upcycled"}
 
