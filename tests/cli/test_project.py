@@ -75,7 +75,7 @@ def test_a_value_is_refused_before_anything_is_written(setting, tmp_path, monkey
 @pytest.mark.parametrize(
     "words",
     [
-        ["run", "nowhere"],
+        pytest.param(["run", "nowhere"], marks=pytest.mark.full),
         ["run", str(APPS / "dp2-fedsam"), "--set", "sampling-rate=2"],
         pytest.param(
             ["run", str(APPS / "dp2-fedsam"), "--set", "clients=0"], marks=pytest.mark.full

@@ -19,7 +19,7 @@ from flower_ext.training import Task
 from tests.support.pulls import ONE_STEP, client_data, initial, model, plain_app, pull
 from tests.support.travelling import Recorder
 
-FEW, MANY = 8, 40
+FEW, MANY = 8, 20
 SUMS = SecureSum(colluding=0.0, dropouts=0.3)
 PLACEMENTS = ("client", "server", SUMS)
 FORCES = np.exp(0.5 * np.random.default_rng(1).standard_normal(MANY)).tolist()

@@ -37,10 +37,14 @@ SIZE = 500
 ONE_STEP = LocalTraining(steps=1, batch_size=64, learning_rate=1.0)
 
 
-def still(size=1, silos=False):
-    """Return a task of ``size`` parameters that moves none of them."""
-    examples = Examples(torch.zeros(UNITS, size), torch.zeros(UNITS))
-    silo = SiloData(train=examples, test=examples, owners=torch.arange(UNITS))
+def still(size=1, silos=False, trains=True):
+    """Return a task of ``size`` parameters that moves none of them.
+
+    Without ``trains``, nobody has a record to train on.
+    """
+    units = UNITS if trains else 0
+    examples = Examples(torch.zeros(units, size), torch.zeros(units))
+    silo = SiloData(train=examples, test=examples, owners=torch.arange(units))
     return Task(
         model=lambda: nn.Linear(size, 1, bias=False),
         data=lambda _: silo if silos else ClientData(train=examples, test=examples),
@@ -55,9 +59,10 @@ def plan(sampling, **changes):
     return ReleasePlan(sampling=sampling, **{**facts, **changes})
 
 
-def run(strategy, rounds, *, size=1, silos=0):
+def run(strategy, rounds, *, size=1, silos=0, trains=True):
     """Return the grid and the model before the first round and after each."""
-    app = strategy.method.client_app(still(size, bool(silos)), allow_seeded_noise=True)
+    task = still(size, bool(silos), trains)
+    app = strategy.method.client_app(task, allow_seeded_noise=True)
     grid = Recorder(app, num_clients=silos or strategy.run.plan.sampling.population)
     models = {}
 
@@ -78,7 +83,7 @@ def clients_by_round(sampling, rounds=ROUNDS, **options):
     strategy = strategy_of(
         DPFedAvg, plan=plan(sampling), local=ONE_STEP, evaluate_every=0, **options
     )
-    grid, _ = run(strategy, rounds)
+    grid, _ = run(strategy, rounds, trains=False)  # which no draw depends on
     cohorts = np.zeros((rounds, UNITS))
     for message in trainings(grid):
         cohorts[int(message.metadata.group_id) - 1, message.metadata.dst_node_id - 1_000] += 1
@@ -92,7 +97,7 @@ def users_by_round(sampling, rounds=ROUNDS):
     strategy = FederatedStrategy(
         UldpAvg(num_silos=SILOS, local=ONE_STEP), of_users, evaluate_every=0
     )
-    grid, _ = run(strategy, rounds, silos=SILOS)
+    grid, _ = run(strategy, rounds, silos=SILOS, trains=False)
     cohorts = np.zeros((SILOS, rounds, UNITS))
     for message in trainings(grid):
         bits = records.to_arrays(message.content[USER_WEIGHTS])[SAMPLED]

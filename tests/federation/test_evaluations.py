@@ -43,7 +43,9 @@ def evaluated(grid):
     return [m for m in grid.received if m.metadata.message_type.startswith("evaluate")]
 
 
-@pytest.mark.parametrize("method", [DPFedAvg, DP2FedSAM])
+@pytest.mark.parametrize(
+    "method", grid_of([DPFedAvg, DP2FedSAM], lambda method: method is DP2FedSAM)
+)
 def test_the_means_equal_plain_scores_up_to_noise_of_the_stated_size(method):
     noised, plain = scored(method=method), scored(method=method, plan=plan())
     (_, ours), (_, theirs) = run(noised, rounds=2), run(plain, rounds=2)
@@ -239,7 +241,11 @@ def test_a_client_without_test_examples_is_not_counted_and_not_seen():
 
 
 @pytest.mark.parametrize(
-    "score", grid_of([100.0, -100.0, float("nan"), float("inf")], lambda score: score != -100)
+    "score",
+    grid_of(
+        [100.0, -100.0, float("nan"), float("inf")],
+        lambda score: score not in (-100, float("inf")),
+    ),
 )
 def test_no_clients_metric_moves_the_sum_by_more_than_its_bound(score):
     real = task()

@@ -214,6 +214,7 @@ def test_a_run_that_made_no_round_still_has_a_report(tmp_path):
     assert "No round was completed" in write_report(run).read_text(encoding="utf-8")
 
 
+@pytest.mark.report
 def test_a_comparison_has_a_line_a_method_with_its_spread_over_runs(tmp_path):
     runs = [
         finished(tmp_path / f"{method}-{seed}", method=method, accuracy=0.8 + 0.02 * seed)

@@ -28,6 +28,8 @@ assert np.asarray(batch[0]["img"]).shape == (32, 32, 3) and 0 <= batch[0]["label
 
 
 def test_an_app_whose_data_fail_to_load_runs_with_the_suggested_option(tmp_path, monkeypatch):
+    import flwr_datasets  # noqa: F401 - before the forks, each of which would import it anew
+
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     app = write_app(tmp_path / "cifar", client_code=QUICKSTART_DATA, train_code=USE)
     assert "--data random" in result_of(app, tmp_path / "own")["error"]

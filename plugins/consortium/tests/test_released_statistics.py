@@ -54,7 +54,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", STATISTICS)
+@pytest.mark.parametrize("name", grid(STATISTICS, "statistics-clients".__eq__))
 def test_no_bound_exceeds_what_is_reported(name):
     experiment = STATISTICS[name](noise=VAST_NOISE)
     result = audit(experiment, trials=FEWEST_CLEAN, confidence=CONFIDENCE)

@@ -73,7 +73,7 @@ def numbers_clipped_one_by_one(patch):
             clipping_after_the_noise,
             numbers_clipped_one_by_one,
         ],
-        lambda plant: plant not in (noise_missing, clipping_missing),
+        lambda plant: plant in (noise_quartered, numbers_clipped_one_by_one),
     ),
 )
 def test_a_planted_fault_is_found(plant, monkeypatch):

@@ -1,13 +1,12 @@
 """Machine code is compiled once, stored whole, and works without Numba and Python."""
 
-import os
 import stat
-import subprocess
 import sys
 
 import pytest
 
 from flower_ext_kernels import native, network
+from tests.support.imported_anew import run_anew
 
 
 @pytest.fixture
@@ -97,12 +96,11 @@ def test_code_that_needs_numba_is_refused():
         native._check_alone(module)
 
 
-def test_training_never_imports_numba(tmp_path):
+def test_training_never_imports_numba():
     script = (
         "import sys; from flower_ext_kernels import network; "
         "assert network._library() is not None; print([m for m in sys.modules if m == 'numba'])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ
-    )
+    done = run_anew(script, "flower_ext_kernels", "numba")
+    assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"

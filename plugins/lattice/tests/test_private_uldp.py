@@ -37,7 +37,9 @@ from tests.support.silos import ROUNDS, SEED, SILOS, USERS, plan, task
 from tests.support.travelling import Recorder
 
 
-@pytest.mark.parametrize("sampling", [EVERYONE, SOME])
+@pytest.mark.parametrize(
+    "sampling", grids.grid([EVERYONE, SOME], lambda sampling: sampling is SOME)
+)
 @pytest.mark.parametrize("method", grids.grid([UldpAvg, UldpSgd], lambda method: method is UldpAvg))
 def test_every_coordinate_of_a_sum_is_that_of_plain_weights(method, sampling, monkeypatch):
     watch = Watch(monkeypatch)

@@ -122,8 +122,6 @@ def test_the_stored_matrix_counts_and_not_the_one_found_today(tmp_path):
 
 DAILY = {
     ("buffers", 14, True),
-    ("bands", 17, False),
-    ("buffers", 22, True),
     ("bands", 25, True),
 }
 

@@ -73,7 +73,7 @@ def divergence(silo, group_size, epsilon):
     return max(one, other)
 
 
-@pytest.mark.parametrize("group_size", grid([1, 3, 7], lambda size: size < 7))
+@pytest.mark.parametrize("group_size", grid([1, 3, 7], lambda size: size == 3))
 def test_one_step_is_tight_it_holds_and_a_tenth_less_would_not(group_size):
     one_step = DpSgd(noise_multiplier=1.0, sampling_rate=0.2, steps=1)
     epsilon = tight(one_step, group_size, delta=1e-3)
@@ -151,11 +151,9 @@ def test_thousands_of_records_cost_between_a_mean_step_and_every_step():
     silo, group_size = DpSgd(noise_multiplier=5.0, sampling_rate=0.005, steps=1_000), 5_000
     # Steps that take exactly the mean number, 25; by Jensen's inequality the mixture leaks more.
     shift = group_size * silo.sampling_rate / silo.noise_multiplier * math.sqrt(silo.steps)
-    assert shift**2 / 2 < tight(silo, group_size) < 2 * shift**2
-    assert (
-        tight(silo, group_size)
-        < uldp_group_guarantees(silo, group_size=group_size, delta=DELTA)[0].epsilon
-    )
+    epsilon = tight(silo, group_size)
+    assert shift**2 / 2 < epsilon < 2 * shift**2
+    assert epsilon < uldp_group_guarantees(silo, group_size=group_size, delta=DELTA)[0].epsilon
 
 
 def test_where_one_step_gives_everything_away_sampling_is_not_counted():

@@ -144,7 +144,7 @@ def test_mechanisms_describe_themselves_with_their_numbers():
 def test_the_direction_has_the_density_of_the_paper_over_all_arrays_together():
     """‖n‖ ~ Gamma(d, 1/α) with d all parameters, n/‖n‖ uniform; detects ±5 % of α."""
     like = {"a": np.zeros((2, 2), np.float32), "b": np.zeros(()), "c": np.zeros(1)}
-    noise, rate, draws = SeededNoise(2), 2.5, 20_000
+    noise, rate, draws = SeededNoise(2), 2.5, 10_000
     perturbation = ObjectivePerturbation(rate=rate)
     drawn = []
     for _ in range(draws):
