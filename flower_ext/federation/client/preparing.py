@@ -17,7 +17,7 @@ from flower_ext.federation.client.user_draws import draw_users, draws_vault
 from flower_ext.federation.failures import hide_errors, log_once
 from flower_ext.federation.protection import Unprotected
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
-from flower_ext.federation.sums.weighted_silo import HiddenSum, stored_silo
+from flower_ext.federation.sums.weighted_silo import open_hidden_sum
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.mechanisms.protections import ClipSteps, ObjectivePerturbation, Protection
@@ -82,27 +82,18 @@ def assign(
         # Libraries may round differently if clients train in one batch, but no bit of an upload may
         # depend on the other clients.
         batch_invariant=not alone and protection.bounds_uploads,
-        hidden_sum=partial(_hidden_sum, request, ClientVault(context, method.name)),
+        hidden_sum=partial(
+            open_hidden_sum,
+            request.sum_messages.get(records.WEIGHTED_SUM),
+            ClientVault(context, method.name),
+            request.training_round,
+            request.received,
+        ),
         draw_users=partial(
             draw_users, task, draws_vault(context, method.name), run, request.training_round
         ),
     )
     return Assignment(work=work, request=request, policy=policy, store=store)
-
-
-def _hidden_sum(
-    request: ClientRequest, vault: ClientVault, num_users: int, clipping_norm: float
-) -> HiddenSum | None:
-    if (message := request.sum_messages.get(records.WEIGHTED_SUM)) is None:
-        return None
-    return HiddenSum(
-        stored_silo(vault),
-        message,
-        training_round=request.training_round,
-        users=num_users,
-        bound=clipping_norm,
-        like=request.received,
-    )
 
 
 def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientData:

@@ -126,6 +126,16 @@ def stored_silo(vault: ClientVault) -> SiloParty | None:
     return silo
 
 
+def open_hidden_sum(
+    message: Arrays | None, vault: ClientVault, number: int, like: Params, users: int, bound: float
+) -> HiddenSum | None:
+    """Return the silo's sum in round ``number``, or None if the request is of no weighted sum."""
+    if message is None:
+        return None
+    silo = stored_silo(vault)
+    return HiddenSum(silo, message, training_round=number, users=users, bound=bound, like=like)
+
+
 class HiddenSum:
     """A silo's contribution to a weighted sum, which leaves the client only in encrypted form.
 
