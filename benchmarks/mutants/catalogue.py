@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.mutants.faults import Fault, faults_of
-from flower_ext.files import read_toml
 
 ROOT = Path(__file__).parents[2]
 EQUIVALENT = Path(__file__).parent / "equivalent.toml"
+TESTS_FILE = Path(__file__).parent / "tests.toml"
 
 
 def read_tests() -> dict[str, tuple[str, ...]]:
     """Return the paths of each module's tests, below the folder of the tests."""
-    content = read_toml(Path(__file__).parent / "tests.toml")
+    content = tomllib.loads(TESTS_FILE.read_text(encoding="utf-8"))
     groups = content["groups"]
 
     def expanded(paths: Iterable[str]) -> Iterator[str]:
@@ -88,7 +89,8 @@ def stale_entries() -> list[dict[str, str]]:
 
 def read_equivalent() -> list[dict[str, str]]:
     """Return the entries of ``equivalent.toml``."""
-    entries: list[dict[str, str]] = read_toml(EQUIVALENT)["equivalent"]
+    content = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8"))
+    entries: list[dict[str, str]] = content["equivalent"]
     return entries
 
 

@@ -90,11 +90,17 @@ def _run_tests(folder: Path, tests: list[str]) -> int:
     sys.path.insert(0, str(folder))
     os.environ["PYTHONPATH"] = str(folder)
     sys.dont_write_bytecode = True
-    # The copy's own benchmarks are tested, not those that this process has imported.
-    for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
+    # A package that is already imported would lead all imports below it to the unchanged code.
+    for name in [name for name in sys.modules if _is_of_project(name)]:
         del sys.modules[name]
     arguments = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", _LEFT_OUT]
     return int(pytest.main([*arguments, *tests]))
+
+
+def _is_of_project(module: str) -> bool:
+    """Return True for modules of benchmarks, of the package and of its plug-ins."""
+    package = module.partition(".")[0]
+    return package in ("benchmarks", "flower_ext") or package.startswith("flower_ext_")
 
 
 def _copy_project(folder: Path) -> Path:

@@ -1,6 +1,9 @@
 """The planted faults: each changes behaviour, and none changes code that tests should not fix."""
 
 import ast
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -78,3 +81,30 @@ def test_every_module_and_test_that_the_map_names_exists():
     for module, tests in TESTS.items():
         assert (ROOT / "flower_ext" / module).is_file(), module
         assert all((ROOT / "tests" / path).exists() for path in tests), module
+
+
+PLANT_A_FATAL_FAULT = """
+import flower_ext.privacy.mechanisms.bounds
+from benchmarks.mutants.catalogue import Mutant, source_of
+from benchmarks.mutants.faults import Fault
+from benchmarks.mutants.running import missed_mutants
+
+module = "privacy/mechanisms/bounds.py"
+end = len(source_of(module))
+assert missed_mutants([Mutant(module, Fault(end, end, "raise RuntimeError"))]) == []
+"""
+
+
+@pytest.mark.full
+def test_a_fault_is_found_though_the_unchanged_module_was_imported_before():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", PLANT_A_FATAL_FAULT],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1: found privacy/mechanisms/bounds.py" in done.stdout
