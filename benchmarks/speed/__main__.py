@@ -26,8 +26,9 @@ import psutil
 import torch
 import typer
 
-from benchmarks.speed.contest import HERE, Contender, Measured, by_turns, contenders
+from benchmarks.speed.contest import HERE, Contender, by_turns, contenders
 from benchmarks.speed.growth import growth
+from benchmarks.speed.turns import Measured
 from benchmarks.speed.workload import MODELS, Workload
 from flower_ext.runs.page import table
 
@@ -52,7 +53,7 @@ def main(
     contender: Annotated[
         list[str] | None, typer.Option(help="part of a name; ours and all others by default")
     ] = None,
-    turns: Annotated[int, typer.Option(help="runs of each contender; the best counts")] = 2,
+    turns: Annotated[int, typer.Option(help="runs of each contender")] = 2,
     rounds: Annotated[int, typer.Option(help="rounds a run, the first not counted")] = 8,
     timeout: Annotated[float, typer.Option(help="seconds a run may take")] = 900.0,
     output: Annotated[Path, typer.Option(help="where tables go")] = Path("runs/speed"),
@@ -70,7 +71,9 @@ def main(
         or candidate.name == OURS
         or any(part in candidate.name for part in contender)
     ]
-    parts = [f"{machine()} The better of {turns} turns of {rounds} rounds."]
+    parts = [
+        f"{machine()} The smallest time and the largest memory of {turns} turns of {rounds} rounds."
+    ]
 
     def write(part: str) -> None:
         parts.append(part)

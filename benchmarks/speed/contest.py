@@ -10,23 +10,17 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 
+from benchmarks.speed.turns import Measured, best_of
 from benchmarks.speed.workload import Workload
 
 HERE = Path(__file__).parent
 POLL = 0.2
 """Seconds between two measurements of memory."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Milliseconds a round (median of the rounds after the first) and megabytes at the peak."""
-
-    milliseconds: float
-    megabytes: float
 
 
 @dataclass(frozen=True)
@@ -38,7 +32,10 @@ class Contender:
     workers: int = 1
 
     def run(self, workload: Workload, *, timeout: float) -> Measured | None:
-        """Run the workload; return None, and print why, if it fails or exceeds ``timeout``."""
+        """Measure a round, the median of those after the first, and the memory of all processes.
+
+        If the workload fails or exceeds ``timeout``, print why and return None.
+        """
         workload = replace(workload, workers=self.workers)
         environment = {
             **os.environ,
@@ -87,18 +84,9 @@ def contenders(pfl_python: Path | None) -> list[Contender]:
 def by_turns(
     chosen: Sequence[Contender], workload: Workload, *, turns: int, timeout: float
 ) -> dict[str, Measured]:
-    """Return each contender's best turn, because other work of the machine only slows one down."""
-    best: dict[str, Measured] = {}
-    for _ in range(turns):
-        for contender in chosen:
-            measured = contender.run(workload, timeout=timeout)
-            if measured is not None:
-                earlier = best.get(contender.name, measured)
-                best[contender.name] = Measured(
-                    min(earlier.milliseconds, measured.milliseconds),
-                    max(earlier.megabytes, measured.megabytes),
-                )
-    return best
+    """Return each contender's smallest time and largest memory in any of several turns."""
+    runs = {one.name: partial(one.run, workload, timeout=timeout) for one in chosen}
+    return best_of(turns, runs)
 
 
 def _watch(process: subprocess.Popen[bytes], timeout: float) -> float | None:

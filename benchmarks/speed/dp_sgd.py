@@ -7,7 +7,7 @@ gradient of every record. *Ghost* is its ghost clipping, with two backward passe
 
 Each contender takes steps for five seconds a turn, in its own process and on one thread; the
 fastest of all its steps counts. Memory is by how much the process grew meanwhile, or the peak of
-the accelerator's memory.
+the accelerator's memory; the largest of all turns counts.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import typer
 from torch import Tensor, nn
 
 from benchmarks.speed.texts import Adapted, Causal, Transformer, padded_texts, texts, tokens
+from benchmarks.speed.turns import Measured, best_of
 from benchmarks.speed.workload import (
     CLASSES,
     convolutional,
@@ -81,7 +82,7 @@ def main(
     parts: Annotated[list[str] | None, typer.Argument(help="parts of names")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     contender: Annotated[str, typer.Option(help="run it alone, and print its numbers")] = "",
-    turns: Annotated[int, typer.Option(help="runs of each contender; the best counts")] = TURNS,
+    turns: Annotated[int, typer.Option(help="runs of each contender")] = TURNS,
 ) -> None:
     """Print the table, of models with a part of a name."""
     if contender:
@@ -90,20 +91,18 @@ def main(
     rows = []
     models = MODELS if device == "cpu" else MODELS | LARGE
     for model in (name for name in models if any(part in name for part in parts or [""])):
-        best = {name: (float("inf"), 0.0) for name in CONTENDERS}
-        for _ in range(turns):
-            for name in CONTENDERS:
-                seconds, megabytes = one_run(name, model, device)
-                best[name] = (min(best[name][0], seconds), max(best[name][1], megabytes))
-        ours, memory = best["ours"]
+        best = dict.fromkeys(CONTENDERS, Measured(math.inf, 0.0))
+        best |= best_of(turns, {name: partial(one_run, name, model, device) for name in CONTENDERS})
+        ours, memory = best["ours"].milliseconds, best["ours"].megabytes
         print(model, best, file=sys.stderr, flush=True)
+        others = [best[name] for name in CONTENDERS[2:]]
         rows.append(
             (
                 model,
-                *(f"{1e3 * seconds:.1f}" for seconds, _ in best.values()),
-                f"{ours / best['plain'][0]:.2f}",
-                *(f"{best[name][0] / ours:.2f}" for name in CONTENDERS[2:]),
-                *(f"{memory / max(best[name][1], 1.0):.2f}" for name in CONTENDERS[2:]),
+                *(f"{measured.milliseconds:.1f}" for measured in best.values()),
+                f"{ours / best['plain'].milliseconds:.2f}",
+                *(f"{measured.milliseconds / ours:.2f}" for measured in others),
+                *(f"{memory / max(measured.megabytes, 1.0):.2f}" for measured in others),
             )
         )
     header = ("model", "plain, ms", "ours, ms", "Opacus, ms", "ghost, ms")
@@ -111,25 +110,26 @@ def main(
     print(table((*header, *ratios, "memory, ours / Opacus", "memory, ours / ghost"), rows))
 
 
-def one_run(contender: str, model: str, device: str) -> tuple[float, float]:
-    """Return seconds a step and megabytes; NaN if the contender fails.
+def one_run(contender: str, model: str, device: str) -> Measured | None:
+    """Measure a contender's step; print why and return None if the contender fails.
 
     On a CPU, the contender runs in its own process.
     """
     if device != "cpu":  # an accelerator's allocator counts only what is in use
         try:
-            return compete(contender, *(MODELS | LARGE)[model], torch.device(device))
+            seconds, megabytes = compete(contender, *(MODELS | LARGE)[model], torch.device(device))
         except Exception as error:
             print(f"{contender}, {model}: {error}"[:300], file=sys.stderr)
-            return math.nan, math.nan
+            return None
+        return Measured(1e3 * seconds, megabytes)
     module = (sys.executable, "-m", "benchmarks.speed.dp_sgd", model)
     options = ("--contender", contender)
     done = subprocess.run([*module, *options], capture_output=True, text=True, check=False)
     if done.returncode:
         print(f"{contender}, {model}: {done.stderr[-300:]}", file=sys.stderr)
-        return math.nan, math.nan
+        return None
     seconds, megabytes = json.loads(done.stdout.splitlines()[-1])
-    return seconds, megabytes
+    return Measured(1e3 * seconds, megabytes)
 
 
 def compete(

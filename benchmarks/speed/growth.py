@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.speed.contest import Contender, Measured, contenders
+from benchmarks.speed.contest import Contender, contenders
+from benchmarks.speed.turns import Measured
 from benchmarks.speed.workload import Workload
 from flower_ext.runs.page import table
 

@@ -24,6 +24,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result
 from torch import Tensor, nn
 
+from benchmarks.speed.turns import Measured, best_of
 from benchmarks.speed.workload import Clock
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.data import ClientData, Examples
@@ -84,12 +85,15 @@ def main(
         "this package, with client-level DP": private_rounds,
         "loop without messages": plain_rounds,
     }
-    best = dict.fromkeys(ways, float("inf"))
-    for _ in range(TURNS):
-        for name, way in ways.items():
-            best[name] = min(best[name], statistics.median(way(chosen, task)[1:]))
-    loop = best["loop without messages"]
-    rows = [(name, f"{1e3 * t:,.0f}", f"{t / loop:.2f}") for name, t in best.items()]
+
+    def measured(way: Callable[[Size, Task], list[float]]) -> Measured:
+        """Measure a round: the median of those after the first."""
+        return Measured(1e3 * statistics.median(way(chosen, task)[1:]))
+
+    best = best_of(TURNS, {name: partial(measured, way) for name, way in ways.items()})
+    times = {name: one.milliseconds for name, one in best.items()}
+    loop = times["loop without messages"]
+    rows = [(name, f"{time:,.0f}", f"{time / loop:.2f}") for name, time in times.items()]
     print(
         table((f"{size}, {chosen.clients} clients a round", "ms a round", "times the loop"), rows)
     )

@@ -31,6 +31,7 @@ import torch
 import typer
 from torch import nn
 
+from benchmarks.speed.turns import Measured, best_of
 from benchmarks.speed.workload import (
     convolutional,
     logistic_regression,
@@ -163,23 +164,31 @@ def row(case: Case, device: torch.device) -> tuple[str, ...]:
     model = case.build().to(device)
     on_cpu = device.type == "cpu"
     timed = TIMED if on_cpu else ACCELERATOR_TIMED
-    ways: list[tuple[int, Callable[[list[Job]], object]]] = [
-        (timed, lambda jobs: by_hand(model, jobs)),
-        (timed, lambda jobs: [train(task, job) for job in jobs]),
-        (case.trainings, lambda jobs: in_batches(task, jobs, case.batch_invariant)),
-    ]
-    best = [float("inf")] * len(ways)
-    for _ in range(TURNS if on_cpu else ACCELERATOR_TURNS):
-        for at, (count, way) in enumerate(ways):
-            jobs = case.jobs(task, count)
-            if at == 0:
-                jobs = [replace(job, examples=job.examples.to(device)) for job in jobs]
-            started = seconds_on(device)
-            way(jobs)
-            best[at] = min(best[at], (seconds_on(device) - started) / len(jobs))
-    manual, one_by_one, together = best
-    ratios = (f"{one_by_one / together:.1f}", f"{manual / together:.1f}")
-    return case.name, *(f"{1e6 * seconds:,.0f}" for seconds in best), *ratios
+
+    def measured(jobs: list[Job], way: Callable[[list[Job]], object]) -> Measured:
+        """Measure the milliseconds of one job."""
+        started = seconds_on(device)
+        way(jobs)
+        return Measured(1e3 * (seconds_on(device) - started) / len(jobs))
+
+    def manually() -> Measured:
+        jobs = case.jobs(task, timed)
+        jobs = [replace(job, examples=job.examples.to(device)) for job in jobs]
+        return measured(jobs, lambda jobs: by_hand(model, jobs))
+
+    def one_by_one() -> Measured:
+        return measured(case.jobs(task, timed), lambda jobs: [train(task, job) for job in jobs])
+
+    def together() -> Measured:
+        jobs = case.jobs(task, case.trainings)
+        return measured(jobs, lambda jobs: in_batches(task, jobs, case.batch_invariant))
+
+    turns = TURNS if on_cpu else ACCELERATOR_TURNS
+    ways = {"by hand": manually, "one by one": one_by_one, "in batches": together}
+    best = {name: one.milliseconds for name, one in best_of(turns, ways).items()}
+    ratios = (best[name] / best["in batches"] for name in ("one by one", "by hand"))
+    times = (f"{1e3 * milliseconds:,.0f}" for milliseconds in best.values())
+    return case.name, *times, *(f"{ratio:.1f}" for ratio in ratios)
 
 
 def seconds_on(device: torch.device) -> float:
