@@ -138,13 +138,13 @@ def figure_6(experiment: Experiment, scale: Scale) -> str:
 
 def figure_7(experiment: Experiment, scale: Scale) -> str:
     """Draw fairness against λ and training loss against T, ε = 100, C = 10; search both."""
-    weights, every = (0.0, 0.1, 0.5, 1.0, 2.0), scale.planned_rounds
+    weights, round_counts = (0.0, 0.1, 0.5, 1.0, 2.0), scale.planned_rounds
     fixed: Config = {**WORLDS["mnist-dnn"], "epsilon": 100.0, "clipping-norm": 10.0}
     cases: dict[str, Config] = {f"λ = {w:g}": {**fixed, "global-weight": w} for w in weights}
-    sweep = _sweep(experiment, scale, "figure-7", cases, every)
+    sweep = _sweep(experiment, scale, "figure-7", cases, round_counts)
     text = _against_rounds(experiment, "figure-7", sweep, (LOSS, SPREAD))
     by_weight: dict[str, list[Line]] = {}
-    for T in every:
+    for T in round_counts:
         spreads = [last_values(sweep[label][T], SPREAD) for label in cases]
         by_weight[f"T = {T}"] = [(weights, values) for values in zip(*spreads, strict=True)]
     title = "Standard deviation of training losses"
@@ -155,28 +155,32 @@ def figure_7(experiment: Experiment, scale: Scale) -> str:
         loss, spread = (float(np.mean(last_values(runs, metric))) for metric in (LOSS, SPREAD))
         return Outcome(loss=loss, unfairness=spread)
 
-    schedule = alternating_search(outcome, rounds=every, global_weights=weights, start=1.0)
+    schedule = alternating_search(outcome, rounds=round_counts, global_weights=weights, start=1.0)
     best = (
         f"(T*, λ*) = ({schedule.rounds}, {schedule.global_weight:g}) by turns, from "
-        f"{len(schedule.outcomes)} of {len(weights) * len(every)} pairs, settled: "
+        f"{len(schedule.outcomes)} of {len(weights) * len(round_counts)} pairs, settled: "
         f"{schedule.settled}; the paper has (80, 0.1)."
     )
-    return "\n\n".join(["# Figure 7", text, _best_weights(sweep, weights, every), best])
+    return "\n\n".join(["# Figure 7", text, _best_weights(sweep, weights, round_counts), best])
 
 
-def _best_weights(sweep: Sweep, weights: Sequence[float], every: Sequence[int]) -> str:
+def _best_weights(sweep: Sweep, weights: Sequence[float], round_counts: Sequence[int]) -> str:
     """Return λ*(T) by three measures: for the mean over seeds, then for each seed."""
-    measures = (("std of training loss", SPREAD, min), ("training loss", LOSS, min))
+    measures = (
+        ("std of training loss", SPREAD, np.argmin),
+        ("training loss", LOSS, np.argmin),
+        ("accuracy", ACCURACY, np.argmax),
+    )
     rows = []
-    for name, metric, pick in (*measures, ("accuracy", ACCURACY, max)):
+    for name, metric, place_of_best in measures:
         cells = []
-        for T in every:
+        for T in round_counts:
             values = [last_values(sweep[f"λ = {weight:g}"][T], metric) for weight in weights]
             by_seed = np.array([np.mean(values, axis=1), *np.transpose(values)])
-            best, *each = by_seed.argmin(axis=1) if pick is min else by_seed.argmax(axis=1)
-            cells.append(f"{weights[best]:g} ({', '.join(f'{weights[w]:g}' for w in each)})")
+            over_seeds, *per_seed = (weights[at] for at in place_of_best(by_seed, axis=1))
+            cells.append(f"{over_seeds:g} ({', '.join(f'{weight:g}' for weight in per_seed)})")
         rows.append((name, *cells))
-    return table(("λ*(T) by", *(f"T = {T}" for T in every)), rows)
+    return table(("λ*(T) by", *(f"T = {T}" for T in round_counts)), rows)
 
 
 def _methods(experiment: Experiment, scale: Scale, name: str, epsilon: float) -> str:
@@ -222,7 +226,7 @@ def _methods(experiment: Experiment, scale: Scale, name: str, epsilon: float) ->
 def planner(experiment: Experiment, scale: Scale) -> str:
     """Compare T* of Theorem 1, after a pilot run, with a sweep: softmax regression, full steps."""
     rows = []
-    every, weight = (1, 5, 20, 80), 0.1
+    round_counts, weight = (1, 5, 20, 80), 0.1
     for epsilon in (10.0, 100.0):
         case: Config = {
             **WORLDS["mnist-mlr"],
@@ -233,18 +237,20 @@ def planner(experiment: Experiment, scale: Scale) -> str:
             **rate_settings(0.1),
         }
         stars = [
-            ", ".join(map(str, planned_rounds(experiment, case, basis, every[-1], scale.seeds)))
+            ", ".join(
+                map(str, planned_rounds(experiment, case, basis, round_counts[-1], scale.seeds))
+            )
             for basis in ("published", "provable")
         ]
         label = f"ε = {epsilon:g}"
-        runs = _sweep(experiment, scale, "planner", {label: case}, every)[label]
+        runs = _sweep(experiment, scale, "planner", {label: case}, round_counts)[label]
         for name, metric, pick in (("training loss", LOSS, min), ("accuracy", ACCURACY, max)):
-            means = {T: float(np.mean(last_values(runs[T], metric))) for T in every}
-            best = pick(every, key=lambda T: means[T])
-            cells = (f"{means[T]:.4f}" for T in every)
+            means = {T: float(np.mean(last_values(runs[T], metric))) for T in round_counts}
+            best = pick(round_counts, key=lambda T: means[T])
+            cells = (f"{means[T]:.4f}" for T in round_counts)
             rows.append((f"{epsilon:g}", f"{weight:g}", *stars, name, best, *cells))
     bounds = ("T*, bound as published", "T*, bound corrected")
-    header = ("ε", "λ", *bounds, "by", "best T", *(f"T = {T}" for T in every))
+    header = ("ε", "λ", *bounds, "by", "best T", *(f"T = {T}" for T in round_counts))
     return f"# Planner against a sweep\n\n{table(header, rows)}"
 
 
@@ -309,10 +315,10 @@ def _sweep(
     scale: Scale,
     name: str,
     cases: Mapping[str, Config],
-    every: Sequence[int],
+    round_counts: Sequence[int],
 ) -> dict[str, dict[int, list[RunDirectory]]]:
     """Run each case with every T, under every seed."""
-    keys = [(label, T) for label in cases for T in every]
+    keys = [(label, T) for label in cases for T in round_counts]
     changes = {
         f"{name}/{label}, T = {T}": {**cases[label], **length_settings(T)} for label, T in keys
     }

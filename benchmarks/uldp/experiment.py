@@ -137,7 +137,7 @@ def problem_settings(problem: Problem, rounds: int) -> Config:
 
 
 def candidates(problem: Problem, label: str) -> list[Config]:
-    """Return as many settings for each method, scaled down. Server rates are shares of theory's.
+    """Return the settings that the search tries for a method; every method gets the same number.
 
     ULDP-NAIVE's noise grows with its clipping norm, so only the length of the server's step is left
     to choose. DP-SGD takes larger steps, because it averages clipped gradients.
@@ -168,10 +168,11 @@ def averaging(problem: Problem, epochs: int, share: float) -> Config:
 
 
 def method_settings(problem: Problem, label: str) -> Config:
-    """Return the method's settings; for DP-SGD with rate and divisor of 64 expected records.
+    """Return the method's settings.
 
-    The rate assumes silos of equal size, and that medians and maxima keep all records. These
-    numbers are public guesses, not counts.
+    For DP-SGD, they include the sampling rate and the divisor for 64 expected records. The rate
+    assumes silos of equal size, and that medians and maxima keep all records. These numbers are
+    public guesses, not counts.
     """
     method = METHODS[label]
     if method["method"] != "uldp-group":
