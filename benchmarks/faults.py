@@ -211,8 +211,7 @@ def noise(rounds: int, *, seed: int) -> tuple[str, bool]:
 def wire(rounds: int) -> tuple[str, bool]:
     """Search every message of every personalised method."""
     searches: list[Searched] = [
-        search(name, build(), personal, rounds=rounds)
-        for name, (build, personal) in PERSONALISED.items()
+        search(name, build(), rounds=rounds) for name, build in PERSONALISED.items()
     ]
     header = ("method", "messages", "bytes on the wire", "personal bytes", "of these on the wire")
     rows = [

@@ -58,8 +58,7 @@ def test_releases_under_dropout_have_the_accounted_noise(dropout):
 # Under a plan for records, test_record_level_plan looks for what clients keep.
 @pytest.mark.parametrize("name", PERSONALISED)
 def test_no_byte_of_personal_parameters_is_in_any_message(name):
-    build, personal = PERSONALISED[name]
-    outcome = wire.search(name, build(), personal, rounds=2)
+    outcome = wire.search(name, PERSONALISED[name](), rounds=2)
     assert (outcome.found_bytes, outcome.found_names) == (0, 0)
     assert outcome.personal_bytes > 0  # cohorts may be small
     assert outcome.wire_bytes > 10_000
@@ -182,7 +181,7 @@ def test_memory_on_the_wire_is_found():
     strategy: FederatedStrategy = FederatedStrategy(
         Leaking(local=LocalTraining(epochs=1, batch_size=10)), nobody_private()
     )
-    outcome = wire.search("leaking", strategy, lambda name: True, rounds=1)
+    outcome = wire.search("leaking", strategy, rounds=1)
     assert outcome.found_bytes > 1_000
 
 

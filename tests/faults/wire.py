@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +36,7 @@ class TappedGrid(InProcessGrid):
         self.wire: list[bytes] = []
         self.names: set[str] = set()
         self.memories: dict[bytes, str] = {}
-        self.own: dict[str, set[bytes]] = {}
+        self.unsent: dict[str, set[bytes]] = {}
         """Sequences of numbers in clients' memories, by name, that no server had sent before."""
         self._sent: set[bytes] = set()
         self.messages = self._untapped = 0
@@ -56,7 +56,7 @@ class TappedGrid(InProcessGrid):
                 for name, array in records.to_arrays(record).items():
                     if (data := array.tobytes()) not in self.memories:
                         self.memories[data] = name
-                        self.own.setdefault(name, set()).update(_windows(data) - self._sent)
+                        self.unsent.setdefault(name, set()).update(_windows(data) - self._sent)
         return replies
 
     def _tap_all(self, messages: Iterable[Message]) -> None:
@@ -80,9 +80,7 @@ def _numbers(record: object) -> list[float]:
     return [float(v) for v in values if isinstance(v, int | float)]
 
 
-def search(
-    name: str, strategy: FederatedStrategy, personal: Callable[[str], bool], *, rounds: int
-) -> Searched:
+def search(name: str, strategy: FederatedStrategy, *, rounds: int) -> Searched:
     """Run a method and search for every three neighbouring numbers of any client's memory.
 
     Numbers that the server had sent before are not the client's own: a unit that is never active
@@ -90,17 +88,16 @@ def search(
     """
     grid = TappedGrid(strategy.method.client_app(task(), allow_seeded_noise=True), CLIENTS)
     strategy.start(grid, initial(), num_rounds=rounds)
-    personal_data = {data: label for data, label in grid.memories.items() if personal(label)}
-    windows = set().union(*(places for label, places in grid.own.items() if personal(label)))
+    windows = set().union(*grid.unsent.values())
     seen = {window for data in grid.wire for window in _windows(data)}
     shared = set(strategy.run.model)
     return Searched(
         name=name,
-        personal_bytes=sum(map(len, personal_data)),
+        personal_bytes=sum(map(len, grid.memories)),
         wire_bytes=sum(map(len, grid.wire)),
         messages=grid.messages,
         found_bytes=WINDOW * len(windows & seen),
-        found_names=len(({*personal_data.values()} - shared) & grid.names),
+        found_names=len(({*grid.memories.values()} - shared) & grid.names),
     )
 
 

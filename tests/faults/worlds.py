@@ -292,51 +292,25 @@ def _plug_in(name: str) -> Case:
 PRIVATE_PLUG_INS = tuple(_plug_in(name) for name in sorted(protocols()) if name != "paillier")
 
 
-def personal_of(prefix: str = "") -> Callable[[str], bool]:
-    """Return the names in a client's memory that belong only to that client."""
-    return lambda name: name.startswith(prefix)
-
-
-PERSONALISED: dict[str, tuple[Callable[[], FederatedStrategy], Callable[[str], bool]]] = {
-    "DP²-FedSAM": (
-        lambda: FederatedStrategy(DP2FedSAM(head=FAST, extractor=FAST), release_plan()),
-        personal_of(),
+PERSONALISED: dict[str, Callable[[], FederatedStrategy]] = {
+    "DP²-FedSAM": lambda: FederatedStrategy(DP2FedSAM(head=FAST, extractor=FAST), release_plan()),
+    "CENTAUR": lambda: FederatedStrategy(Centaur(head=FAST, extractor=FAST), release_plan()),
+    "P-FedSAM (no noise)": lambda: FederatedStrategy(
+        DP2FedSAM(head=FAST, extractor=FAST), nobody_private()
     ),
-    "CENTAUR": (
-        lambda: FederatedStrategy(Centaur(head=FAST, extractor=FAST), release_plan()),
-        personal_of(),
+    "FedPer": lambda: FederatedStrategy(FedPer(local=FAST), release_plan()),
+    "FedRep": lambda: FederatedStrategy(FedRep(head=FAST, extractor=FAST), release_plan()),
+    "APFL": lambda: FederatedStrategy(APFL(weight_learning_rate=0.1, local=FAST), release_plan()),
+    "DP-Ditto": lambda: FederatedStrategy(
+        DPDitto(local=FAST, personal_training=FAST), record_plan()
     ),
-    "P-FedSAM (no noise)": (
-        lambda: FederatedStrategy(DP2FedSAM(head=FAST, extractor=FAST), nobody_private()),
-        personal_of(),
+    "Ditto (no noise)": lambda: FederatedStrategy(
+        DPDitto(local=FAST, personal_training=FAST), nobody_private()
     ),
-    "FedPer": (lambda: FederatedStrategy(FedPer(local=FAST), release_plan()), personal_of()),
-    "FedRep": (
-        lambda: FederatedStrategy(FedRep(head=FAST, extractor=FAST), release_plan()),
-        personal_of(),
-    ),
-    "APFL": (
-        lambda: FederatedStrategy(APFL(weight_learning_rate=0.1, local=FAST), release_plan()),
-        personal_of(),
-    ),
-    "DP-Ditto": (
-        lambda: FederatedStrategy(DPDitto(local=FAST, personal_training=FAST), record_plan()),
-        personal_of(),
-    ),
-    "Ditto (no noise)": (
-        lambda: FederatedStrategy(DPDitto(local=FAST, personal_training=FAST), nobody_private()),
-        personal_of(),
-    ),
-    "DP-FedAMP": (lambda: FederatedStrategy(FedAMP(local=FAST), record_plan()), personal_of()),
-    "DP-APPLE": (lambda: FederatedStrategy(Apple(local=FAST), record_plan()), personal_of()),
-    "DP-FedALA": (
-        lambda: FederatedStrategy(FedALA(adaptive=("head",), local=FAST), record_plan()),
-        personal_of(),
-    ),
-    "pFedMe": (
-        lambda: FederatedStrategy(
-            PFedMe(local=FAST, personal_training=LocalTraining(steps=2, epochs=1)), record_plan()
-        ),
-        personal_of(),
+    "DP-FedAMP": lambda: FederatedStrategy(FedAMP(local=FAST), record_plan()),
+    "DP-APPLE": lambda: FederatedStrategy(Apple(local=FAST), record_plan()),
+    "DP-FedALA": lambda: FederatedStrategy(FedALA(adaptive=("head",), local=FAST), record_plan()),
+    "pFedMe": lambda: FederatedStrategy(
+        PFedMe(local=FAST, personal_training=LocalTraining(steps=2, epochs=1)), record_plan()
     ),
 }
