@@ -118,12 +118,13 @@ def test_weights_declared_equal_are_at_most_one_over_the_silos():
 @settings(max_examples=30, deadline=None)
 @given(count=st.integers(1, 100), seed=st.integers(0, 2**20))
 def test_weights_by_records_sum_to_one_or_to_nothing_whatever_the_histogram(count, seed):
-    held = np.random.default_rng(seed).integers(0, 10 ** np.random.default_rng(seed).integers(1, 9))
-    held = np.random.default_rng(seed).integers(0, held + 1, (count, 20))
-    held[:, 3] = 0
-    weights = user_weights("by-records", held)
+    rng = np.random.default_rng(seed)
+    most = rng.integers(0, 10 ** rng.integers(1, 9))
+    histogram = rng.integers(0, most + 1, (count, 20))
+    histogram[:, 3] = 0
+    weights = user_weights("by-records", histogram)
     check_weights(weights, count, range(20))
-    np.testing.assert_allclose(weights.sum(axis=0), held.sum(axis=0) > 0)
+    np.testing.assert_allclose(weights.sum(axis=0), histogram.sum(axis=0) > 0)
 
 
 @pytest.mark.parametrize(
@@ -200,17 +201,17 @@ def test_every_silo_gets_the_same_users_which_are_the_plans_draw(weighting):
     by_round = {}
     for message in grid.sent:
         if message.metadata.message_type == "train.uldp_avg":
-            told = records.to_arrays(message.content["users"])
-            by_round.setdefault(message.metadata.group_id, []).append(told)
+            sent = records.to_arrays(message.content["users"])
+            by_round.setdefault(message.metadata.group_id, []).append(sent)
     assert set(by_round) == {"1", "2", "3"}
     drawn = []
-    for told in by_round.values():
-        assert len(told) == SILOS
-        bits = {one["sampled"].tobytes() for one in told}
+    for sent in by_round.values():
+        assert len(sent) == SILOS
+        bits = {one["sampled"].tobytes() for one in sent}
         assert len(bits) == 1
-        users = np.flatnonzero(np.unpackbits(told[0]["sampled"], count=USERS)).tolist()
+        users = np.flatnonzero(np.unpackbits(sent[0]["sampled"], count=USERS)).tolist()
         drawn.append(users)
-        sums = sum(np.broadcast_to(one["weights"], (len(users),)) for one in told)
+        sums = sum(np.broadcast_to(one["weights"], (len(users),)) for one in sent)
         assert (sums <= 1 + 1e-12).all()
     assert len(set(map(tuple, drawn))) > 1
     assert strategy.participations.uploads.total() == sum(map(len, drawn))
