@@ -10,18 +10,11 @@ import pytest
 
 from flower_ext.metrics import summarize
 from flower_ext.privacy import AdversaryView, epsilon_text
-from flower_ext.runs import NotARun, RunWriter, report, write_comparison, write_report
+from flower_ext.runs import NotARun, RunWriter, write_comparison, write_report
 from flower_ext.runs.page import table, to_html
 from tests.support.finished_runs import PLAN, finished
 from tests.support.guarantees import client_level
 from tests.support.run_summary import worst_case
-
-
-@pytest.fixture(autouse=True)
-def without_figures(request, monkeypatch):
-    """Write reports without figures, unless a test is marked ``report``."""
-    if request.node.get_closest_marker("report") is None:
-        monkeypatch.setattr(report, "draw_figures", lambda run, folder: {})
 
 
 def test_the_report_states_every_guarantee_with_all_its_words(tmp_path):
@@ -107,7 +100,7 @@ def test_the_first_screen_shows_model_quality_and_what_is_proved(tmp_path):
     )
 
 
-def test_a_large_delta_is_said_where_epsilon_is(tmp_path):
+def test_the_report_warns_of_a_large_delta_beside_epsilon(tmp_path):
     run = finished(tmp_path / "run")
     run.save_guarantees([replace(one, delta=0.25, units=10) for one in run.guarantees()])
     write_report(run)

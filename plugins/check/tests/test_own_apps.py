@@ -99,14 +99,10 @@ UNMEASURED = {
     **_of(apps.UPCYCLED_FL, 30, objective={"perturbation": "objective"}),
 }
 """Cases whose noise no message shows by itself."""
-QUICK = {"uldp-fl, secure sums"}
 
 
-def _marked(names):
-    return [pytest.param(n, marks=[] if n in QUICK else pytest.mark.full) for n in names]
-
-
-@pytest.mark.parametrize("name", _marked(CASES))
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
 def test_an_app_of_this_package_is_confirmed_by_measurement(name, tmp_path):
     result = CASES[name].check(tmp_path)
     assert "error" not in result
@@ -118,7 +114,8 @@ def test_an_app_of_this_package_is_confirmed_by_measurement(name, tmp_path):
     assert second["high"] < 10 * second["stated"]  # a looser bound would find no fault
 
 
-@pytest.mark.parametrize("name", _marked(UNMEASURED))
+@pytest.mark.full
+@pytest.mark.parametrize("name", UNMEASURED)
 def test_an_app_whose_noise_cannot_be_seen_says_why(name, tmp_path):
     result = UNMEASURED[name].check(tmp_path)
     assert not result["unproven"], result["findings"]

@@ -165,7 +165,7 @@ def test_the_closed_form_covers_the_thinned_releases_at_a_small_epsilon():
         assert f"exact ε = {exact:.4g}" in condition.text
 
 
-def test_what_a_method_leaves_out_is_said_of_what_is_provable():
+def test_the_provable_guarantee_lists_uncovered_values():
     for given in (None, steps()):
         provable = guarantees(not_covered=["scores"], secure_noise=False, steps=given)[1]
         assert provable.not_covered == ("scores",)

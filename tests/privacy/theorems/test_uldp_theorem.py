@@ -217,7 +217,7 @@ def test_each_promise_of_averaging_names_what_it_rests_on_and_nothing_else(sampl
             assert always in text
 
 
-def test_what_a_method_leaves_out_is_said_of_all_that_is_provable():
+def test_every_provable_guarantee_lists_uncovered_values():
     out = {"not_covered": ["scores"]}
     every = [
         *naive_guarantees(**out),

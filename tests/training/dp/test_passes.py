@@ -56,7 +56,7 @@ def test_clipped_steps_with_terms_equal_the_plain_loop():
 
 
 @pytest.mark.parametrize("setting", [{"momentum": 0.5}, {"sam_radius": 0.1}, {"tolerance": 0.1}])
-def test_clipped_steps_are_plain_steps(setting):
+def test_clipped_steps_refuse_momentum_sam_and_tolerance(setting):
     training = LocalTraining(epochs=1, **setting)
     with pytest.raises(ValueError, match="leave it out, because each step is clipped"):
         train(worlds.task(), clipped_job(training=training))
