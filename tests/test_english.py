@@ -12,6 +12,7 @@ from tests.support.same_code import is_docstring
 ROOT = Path(__file__).parents[1]
 MOST_WORDS = 12
 OLD_WORDS = re.compile(r"_(told|goes_on|who|own|nor|speaks_of|company|all_the_same)(_|$)")
+OLD_VARIABLES = frozenset({"heard", "own", "told", "who"})
 RIDDLE = re.compile(r"\s*(What|How|Whether|Who|Whose|That of|Those of)\b")
 
 
@@ -36,10 +37,18 @@ def names_to_change(source: str) -> list[str]:
     return [name for name in names if OLD_WORDS.search(name) or name.count("_") > MOST_WORDS]
 
 
-def modules_of_tests() -> list[Path]:
+def variables_to_change(source: str) -> list[str]:
+    """Return the variables and arguments whose name does not say what they hold."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names = [n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    names += [node.arg for node in nodes if isinstance(node, ast.arg)]
+    return [name for name in names if name in OLD_VARIABLES]
+
+
+def modules_of_tests(pattern: str = "test_*.py") -> list[Path]:
     """Return the modules of tests of the package and its plug-ins."""
     folders = (ROOT / "tests", *(ROOT / "plugins").glob("*/tests"))
-    return sorted(path for folder in folders for path in folder.rglob("test_*.py"))
+    return sorted(path for folder in folders for path in folder.rglob(pattern))
 
 
 def modules() -> list[Path]:
@@ -70,5 +79,18 @@ def test_an_old_word_or_a_long_name_is_found(name):
 def test_each_test_states_its_property_in_few_plain_words():
     names_found = {
         path: names_to_change(path.read_text(encoding="utf-8")) for path in modules_of_tests()
+    }
+    assert {path.as_posix(): names for path, names in names_found.items() if names} == {}
+
+
+@pytest.mark.parametrize("source", ["told = 1", "for own in []: pass", "lambda who: 0"])
+def test_a_variable_with_an_old_word_is_found(source):
+    assert len(variables_to_change(source)) == 1
+
+
+def test_each_variable_of_tests_says_what_it_holds():
+    names_found = {
+        path: variables_to_change(path.read_text(encoding="utf-8"))
+        for path in modules_of_tests("*.py")
     }
     assert {path.as_posix(): names for path, names in names_found.items() if names} == {}

@@ -89,11 +89,11 @@ def users() -> ReleasePlan:
     return plan(sampling=FullParticipation(6))
 
 
-def run(strategy, own: Task, rounds: int = 2):
+def run(strategy, its_task: Task, rounds: int = 2):
     base = getattr(strategy, "base", strategy)
-    base.frozen = own.fingerprint
-    grid = InProcessGrid(base.method.client_app(own), num_clients=CLIENTS)
-    result = strategy.start(grid, ArrayRecord(own.initial_params(0)), num_rounds=rounds)
+    base.frozen = its_task.fingerprint
+    grid = InProcessGrid(base.method.client_app(its_task), num_clients=CLIENTS)
+    result = strategy.start(grid, ArrayRecord(its_task.initial_params(0)), num_rounds=rounds)
     assert base.refusals == []
     return result.arrays.to_torch_state_dict()
 

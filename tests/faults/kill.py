@@ -86,10 +86,10 @@ class Trial:
     @property
     def settings(self) -> dict[str, Any]:
         """The run's configuration, which resumes the run if it has begun."""
-        own: dict[str, Any] = {"run-directory": str(self.run), "resume": True}
+        run_settings: dict[str, Any] = {"run-directory": str(self.run), "resume": True}
         if "state-folder" in self.config:
-            own["state-folder"] = str(self.folder / "state")
-        return {**self.config, **own}
+            run_settings["state-folder"] = str(self.folder / "state")
+        return {**self.config, **run_settings}
 
     def start(self) -> BaseProcess:
         """Start a process that begins or resumes the run."""

@@ -233,7 +233,7 @@ def with_test(change):
 def test_a_client_without_test_examples_is_not_counted_and_not_seen():
     strategy = scored()
     grid, result = run(
-        strategy, tasks=with_test(lambda own: Examples(own.features[:0], own.targets[:0]))
+        strategy, tasks=with_test(lambda data: Examples(data.features[:0], data.targets[:0]))
     )
     assert result.evaluate_metrics_clientapp[1]["scored_clients"] == pytest.approx(7, abs=0.05)
     sizes = {len(m.content[records.UPDATE]["message"].numpy()) for m in evaluated(grid)}

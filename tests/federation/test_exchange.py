@@ -182,8 +182,8 @@ def test_replies_are_read_by_partition_whichever_arrives_first():
     everyone = range(CLIENTS)
     requests = clients.request("train", {p: {} for p in everyone}, 1)
     replies = list(grid.send_and_receive(requests.messages))
-    heard = requests.accepted([replies[i] for i in (2, 3, 0, 1)], square_of)
-    assert list(heard) == [(0, 0), (1, 1), (2, 4), (3, 9)]
+    accepted = requests.accepted([replies[i] for i in (2, 3, 0, 1)], square_of)
+    assert list(accepted) == [(0, 0), (1, 1), (2, 4), (3, 9)]
 
 
 def test_a_reply_is_read_once_those_before_it_are_read_or_refused():
@@ -197,9 +197,13 @@ def test_a_reply_is_read_once_those_before_it_are_read_or_refused():
             come.append(reply.metadata.src_node_id)
             yield reply
 
-    heard = requests.accepted(coming(), square_of)
-    assert [(next(heard), len(come)) for _ in range(3)] == [((0, 0), 1), ((2, 4), 3), ((3, 9), 4)]
-    assert next(heard, None) is None
+    accepted = requests.accepted(coming(), square_of)
+    assert [(next(accepted), len(come)) for _ in range(3)] == [
+        ((0, 0), 1),
+        ((2, 4), 3),
+        ((3, 9), 4),
+    ]
+    assert next(accepted, None) is None
     assert len(clients.refusals) == 1
 
 

@@ -48,8 +48,8 @@ def plan(clipping_norm: float = 0.5) -> ReleasePlan:
     )
 
 
-def run(strategy, own: Task):
-    grid = InProcessGrid(strategy.method.client_app(own), num_clients=CLIENTS)
+def run(strategy, its_task: Task):
+    grid = InProcessGrid(strategy.method.client_app(its_task), num_clients=CLIENTS)
     return strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=2)
 
 

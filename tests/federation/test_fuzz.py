@@ -294,13 +294,13 @@ def test_an_answer_with_any_fault_ends_the_set_up_by_name(what, seed):
     assert strategy.refusals
 
 
-def packed_of(content, told):
+def packed_of(content, packed):
     """Return a packed reply of arbitrary content, whose list of clients is forged as well."""
-    content["packed"] = told
+    content["packed"] = packed
     return content
 
 
-TOLD = st.fixed_dictionaries(
+PACKED = st.fixed_dictionaries(
     {},
     optional={
         "records": st.lists(
@@ -313,7 +313,7 @@ TOLD = st.fixed_dictionaries(
 
 
 @FUZZ
-@given(st.builds(packed_of, CONTENTS, TOLD | METRICS) | CONTENTS | st.none())
+@given(st.builds(packed_of, CONTENTS, PACKED | METRICS) | CONTENTS | st.none())
 def test_a_packed_reply_of_anything_costs_the_clients_of_its_node_alone(content):
     grid = Forger(DPFedAvg.client_app(task()), 2)
     grid.only, grid.content = "train", content

@@ -614,8 +614,10 @@ def classes():
     while waiting:
         kind = waiting.pop()
         waiting += kind.__subclasses__()
-        own = kind.__module__.startswith(tuple(f"{flower_ext.__name__}.{one}." for one in CARRIERS))
-        if own and kind.__name__[0] != "_" and not inspect.isabstract(kind):
+        is_carrier = kind.__module__.startswith(
+            tuple(f"{flower_ext.__name__}.{one}." for one in CARRIERS)
+        )
+        if is_carrier and kind.__name__[0] != "_" and not inspect.isabstract(kind):
             kinds_found.add(kind.__name__)
     return kinds_found - {Protection.__name__}
 

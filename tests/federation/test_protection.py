@@ -232,11 +232,11 @@ PROTECTIONS = [
 
 def test_every_protection_of_the_package_is_among_those_that_arrive():
     def kinds(of):
-        return {of} | {kind for own in of.__subclasses__() for kind in kinds(own)}
+        return {of} | {kind for subclass in of.__subclasses__() for kind in kinds(subclass)}
 
     named = {type(protection) for protection in PROTECTIONS} - {type(None)}
-    own = {kind for kind in kinds(Protection) if kind.__module__.startswith("flower_ext.")}
-    public = {kind for kind in own if not kind.__name__.startswith("_")}
+    of_package = {kind for kind in kinds(Protection) if kind.__module__.startswith("flower_ext.")}
+    public = {kind for kind in of_package if not kind.__name__.startswith("_")}
     assert public - {Protection, Unprotected} == named
 
 

@@ -26,7 +26,7 @@ class Broken(Callback):
     def begin(self, run):
         raise RuntimeError("no network")
 
-    round = end = lambda self, *told: 1 / 0
+    round = end = lambda self, *arguments: 1 / 0
 
 
 def test_a_callback_hears_of_the_begin_each_round_and_the_end(tmp_path):

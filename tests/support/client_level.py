@@ -89,10 +89,12 @@ def ask(model, returned, protection=TIGHT, **facts) -> Message:
     app = foreign_app(lambda received, partition: returned)
     grid = InProcessGrid(app, num_clients=1)
     (node,) = grid.get_node_ids()
-    told = {"number": 1, "seed": 0, **to_entries(protection, seeded_noise=False), **facts}
+    facts_of_round = {"number": 1, "seed": 0, **to_entries(protection, seeded_noise=False), **facts}
     content = {
         records.MODEL: ArrayRecord({n: Array(a) for n, a in model.items()}),
-        records.CONFIG: ConfigRecord({f"{FOR_MODS}{name}": value for name, value in told.items()}),
+        records.CONFIG: ConfigRecord(
+            {f"{FOR_MODS}{name}": value for name, value in facts_of_round.items()}
+        ),
     }
     message = Message(RecordDict(content), dst_node_id=node, message_type="train", group_id="1")
     (reply,) = grid.send_and_receive([message])

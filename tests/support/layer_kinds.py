@@ -418,7 +418,7 @@ def page(cells: Mapping[str, Mapping[str, Cell]]) -> str:
     """Return the documentation page."""
     refusals: list[str] = []
 
-    def told(cell: Cell) -> str:
+    def cell_text(cell: Cell) -> str:
         if not cell.refused:
             assert cell.off <= ALIKE, cell
             return cell.how
@@ -428,7 +428,7 @@ def page(cells: Mapping[str, Mapping[str, Cell]]) -> str:
 
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, of_kind in cells.items():
-        alike.setdefault(tuple(told(cell) for cell in of_kind.values()), []).append(name)
+        alike.setdefault(tuple(cell_text(cell) for cell in of_kind.values()), []).append(name)
     rows = [("; ".join(names), *texts) for texts, names in alike.items()]
     notes = [f"{number}. {text}" for number, text in enumerate(refusals, start=1)]
     return "\n\n".join([INTRODUCTION, table(("layers", *WAYS), rows), "\n".join(notes)]) + "\n"

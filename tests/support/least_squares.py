@@ -70,7 +70,7 @@ class LosingGrid(InProcessGrid):
         app = strategy.method.client_app(task(), allow_seeded_noise=True)
         super().__init__(app, CLIENTS, {"state-folder": str(folder)} if folder else {})
         self.lost, self.dies_in, self.asked = lost or {}, dies_in, {}
-        self.forgets = {str(number): who for number, who in (forgets or {}).items()}
+        self.forgets = {str(number): partitions for number, partitions in (forgets or {}).items()}
         self.folder = folder
 
     def send_and_receive(self, messages, *, timeout=None):

@@ -32,10 +32,10 @@ def documented(kind, way):
         if line.startswith("| ")
     )
     (row,) = (row for row in rows if kind in row[0].split("; "))
-    told = row[header.index(way)]
-    if numbered := re.fullmatch(r"refused \((\d+)\)", told):
+    cell = row[header.index(way)]
+    if numbered := re.fullmatch(r"refused \((\d+)\)", cell):
         return re.search(rf"^{numbered[1]}\. (.*)$", PAGE, re.MULTILINE)[1]
-    return told
+    return cell
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

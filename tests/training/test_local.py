@@ -534,12 +534,12 @@ def crumbs():
 def test_a_last_mini_batch_of_one_row_joins_the_previous_rows(size, sizes):
     training = LocalTraining(batch_size=size, epochs=2)
     data = examples(17)
-    own = [y for _, y in batches(data, training, torch.Generator(), fewest=2)]
+    joined = [y for _, y in batches(data, training, torch.Generator(), fewest=2)]
     usual = [y for _, y in batches(data, training, torch.Generator())]
-    assert [*map(len, own)] == [*sizes, *sizes]
-    assert len(own) == len(usual) == training.num_steps(17)
+    assert [*map(len, joined)] == [*sizes, *sizes]
+    assert len(joined) == len(usual) == training.num_steps(17)
     if size > 2:  # every example once an epoch, in the same order
-        assert torch.equal(torch.cat(own), torch.cat(usual))
+        assert torch.equal(torch.cat(joined), torch.cat(usual))
 
 
 class Picky(Net):

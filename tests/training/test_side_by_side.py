@@ -29,9 +29,9 @@ def job(seed: int, *, broken: bool = False) -> Job:
     )
 
 
-def run(own: Job):
-    model = yield Training(task=task(), job=own, trained=lambda name: True)
-    return (yield Training(task=task(), job=replace(own, params=model), trained=lambda name: True))
+def run(job: Job):
+    model = yield Training(task=task(), job=job, trained=lambda name: True)
+    return (yield Training(task=task(), job=replace(job, params=model), trained=lambda name: True))
 
 
 def test_an_error_concerns_one_run_and_others_end_as_alone():
@@ -43,14 +43,14 @@ def test_an_error_concerns_one_run_and_others_end_as_alone():
         torch.testing.assert_close(value, alone[name])
 
 
-def choosing_badly(own: Job):
+def choosing_badly(job: Job):
     def trained(name):
-        raise RuntimeError("a method's own mistake")
+        raise RuntimeError("a method's job mistake")
 
-    return (yield Training(task=task(), job=own, trained=trained))
+    return (yield Training(task=task(), job=job, trained=trained))
 
 
-def yielding_a_number(own: Job):
+def yielding_a_number(job: Job):
     return (yield 3)
 
 

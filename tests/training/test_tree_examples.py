@@ -54,8 +54,8 @@ def job(data, training=SGD, seed=1):
     return Job(params=start, examples=data, training=training, generator=draws, terms=terms)
 
 
-def trained(task, own):
-    (model,) = one_by_one(task, [own])
+def trained(task, job):
+    (model,) = one_by_one(task, [job])
     return model
 
 

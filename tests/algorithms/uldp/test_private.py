@@ -77,11 +77,11 @@ def test_the_model_is_that_of_plain_weights_over_several_rounds(method, sampling
     assert len(drawn) == ROUNDS
     rounds = iter(drawn)
 
-    def told(self, rng):  # the users at the places that the server drew
+    def draw_the_same_users(self, rng):  # the users at the places that the server drew
         cohort = next(rounds)
         return replace(cohort, units=sorted(order[place] for place in cohort.units))
 
-    monkeypatch.setattr(UsersInSilos, "draw", told)
+    monkeypatch.setattr(UsersInSilos, "draw", draw_the_same_users)
     _, expected = start(make_openly(method, sampling=sampling))
     assert difference(model, expected) <= ROUNDS * SMALL.precision
     assert difference(model, records.to_arrays(ArrayRecord(task().initial_params(SEED)))) > 1e-3
@@ -164,11 +164,11 @@ def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeyp
     }
     places = iter(sorted(users))
 
-    def told(self, rng):
+    def draw_the_same_users(self, rng):
         drawn = users[next(places)]
         return Cohort(partitions=range(self.num_nodes), units=drawn, population=USERS)
 
-    monkeypatch.setattr(UsersInSilos, "draw", told)
+    monkeypatch.setattr(UsersInSilos, "draw", draw_the_same_users)
     _, expected = start(make_openly(UldpAvg, sampling=PoissonSampling(USERS, 0.4)))
     assert difference(model, expected) <= ROUNDS * SMALL.precision
     assert "users" not in strategy.run.progress.row

@@ -144,7 +144,7 @@ class Tampered(InProcessGrid):
             node: records.to_arrays(message.content[record])[self.name].tobytes()
             for node, (message, record) in held.items()
         }
-        others = [own for node, own in data.items() if node != chosen]
+        others = [content for node, content in data.items() if node != chosen]
         self.of_another = others[-1] if others else None
         mutation = next(self.how, None)
         if mutation is not None:

@@ -107,15 +107,15 @@ def test_a_metric_undefined_in_one_silo_is_averaged_over_the_others():
 class Liar(InProcessGrid):
     """A grid in which silo 1 reports a false histogram."""
 
-    told = None
+    histogram = None
 
     def send_and_receive(self, messages, *, timeout=None):
         replies = list(super().send_and_receive(messages, timeout=timeout))
         for reply in replies:
             is_histogram = reply.metadata.message_type.startswith("query.uldp")
-            told = reply.content.array_records.get("answer", {})
-            if is_histogram and "histogram" in told and reply.metadata.src_node_id == 1_001:
-                answer = {**records.to_arrays(told), "histogram": self.told}
+            record = reply.content.array_records.get("answer", {})
+            if is_histogram and "histogram" in record and reply.metadata.src_node_id == 1_001:
+                answer = {**records.to_arrays(record), "histogram": self.histogram}
                 reply.content["answer"] = records.to_record(answer)
         return replies
 
@@ -133,7 +133,7 @@ class Liar(InProcessGrid):
 def test_a_histogram_that_is_none_is_refused(histogram):
     strategy = strategy_of(UldpAvg, plan=plan(), weighting="by-records", **COMMON)
     grid = Liar(UldpAvg.client_app(task(), allow_seeded_noise=True), num_clients=SILOS)
-    grid.told = histogram
+    grid.histogram = histogram
     with pytest.raises(FederationNotReady, match=r"partitions \[1\] cannot take part"):
         strategy.start(grid, ArrayRecord(task().initial_params(SEED)))
 

@@ -122,12 +122,12 @@ def cells_of(data, weighting="by-records", norm=0.01, local=LOCAL):
 def without(user, data):
     """Return the silos' data without the records of one user."""
 
-    def own(one):
+    def without_user(one):
         kept = one.owners != user
         train = Examples(one.train.features[kept], one.train.targets[kept])
         return SiloData(train=train, test=one.test, owners=one.owners[kept])
 
-    return [own(one) for one in data]
+    return [without_user(one) for one in data]
 
 
 @pytest.mark.parametrize("weighting", ["equal", "by-records"])

@@ -236,11 +236,11 @@ def test_a_cohort_trains_in_batches(monkeypatch):
 
 
 def test_a_task_that_is_built_for_one_client_is_refused_by_name():
-    def own(context):
+    def task_of_one_client(context):
         client = context.node_config["partition-id"]
         return replace(task(), data=lambda _: task().data(client))
 
-    grid = InProcessGrid(DPFedAvg.client_app(own), num_clients=3)
+    grid = InProcessGrid(DPFedAvg.client_app(task_of_one_client), num_clients=3)
     plan = NonPrivatePlan(sampling=FullParticipation(3))
     with pytest.raises(FederationNotReady, match="the task reads the node's 'partition-id'"):
         FederatedStrategy(DPFedAvg(local=SGD), plan).start(

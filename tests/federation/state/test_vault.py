@@ -90,7 +90,7 @@ def test_secrets_of_runs_that_ended_long_ago_are_removed_when_another_begins(tmp
     assert sorted(f.name[:2] for f in (tmp_path / "secrets").glob("*.secret")) == ["2-", "7-"]
 
 
-def test_a_client_that_forgets_leaves_no_keys_of_masked_sums_of_any_run(tmp_path):
+def test_a_client_that_forgets_leaves_no_keys_of_masked_sums(tmp_path):
     methods = ("fedavg-sum", "uldp_avg")
 
     def of(run_id, node_id):
@@ -104,7 +104,7 @@ def test_a_client_that_forgets_leaves_no_keys_of_masked_sums_of_any_run(tmp_path
     (tmp_path / "secrets" / ".1-3-fedavg-sum.secret.99-00@other.draft").write_bytes(b"half")
     forget_client(of(7, 3), ["study"])
     left = {file.name for file in (tmp_path / "secrets").iterdir()} - {".lock"}
-    others = {f"{who}-{method}.secret" for who in ("7-33", "3-4") for method in methods}
+    others = {f"{client}-{method}.secret" for client in ("7-33", "3-4") for method in methods}
     # Of earlier runs, a silo's keys of weighted sums stay: no silo is asked to forget.
     assert left == {*others, "1-3-uldp_avg.secret", "1-3-uldp_avg-draws.permanent"}
 

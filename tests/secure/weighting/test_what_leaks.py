@@ -271,7 +271,7 @@ def round_of():
 
 
 def test_without_rerandomisation_a_key_holder_confirms_guesses_of_coordinates(monkeypatch):
-    monkeypatch.setattr(PaillierOpenSum, "_rerandomise", lambda self, own: None)
+    monkeypatch.setattr(PaillierOpenSum, "_rerandomise", lambda self, total: None)
     world, message, sums, updates = round_of()
     guess = updates.copy()
     guess[1, 2, 3] += 1e-9
@@ -289,7 +289,7 @@ def test_every_coordinate_is_rerandomised_by_one_silo_in_turn(monkeypatch):
     monkeypatch.setattr(
         PaillierOpenSum,
         "_rerandomise",
-        lambda self, own: None if self._silo.index == 1 else untouched(self, own),
+        lambda self, total: None if self._silo.index == 1 else untouched(self, total),
     )
     world = world_of(COUNTS, coordinates=6, slots=1)
     updates, noise = world.draw(np.random.default_rng(5))

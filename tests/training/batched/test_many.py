@@ -400,8 +400,8 @@ def test_a_lone_batch_invariant_model_equals_one_in_a_group(model, size, batch_s
 
     every = trained([0, 1, 2, 3, 4])
     for clients in ([0], [3], [0, 4], [1, 2, 3]):
-        for client, own in trained(clients).items():
-            assert all(torch.equal(p, every[client][name]) for name, p in own.items())
+        for client, model in trained(clients).items():
+            assert all(torch.equal(p, every[client][name]) for name, p in model.items())
 
 
 class OfAnyLength(nn.Module):

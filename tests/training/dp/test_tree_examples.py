@@ -115,13 +115,13 @@ def test_a_record_with_an_odd_leaf_counts_as_zero(build, leaf, caplog):
     params = task.initial_params(0)
 
     def found(value=None, label=None):
-        own = {name: part.clone() for name, part in features.items()}
+        changed = {name: part.clone() for name, part in features.items()}
         aims = {name: part.clone() for name, part in targets.items()}
         if value is not None:
-            ({**own, **aims}[leaf])[3] = value
+            ({**changed, **aims}[leaf])[3] = value
         if label is not None:
             aims["label"][3] = label
-        return gradient(task, params, Examples(own, aims))
+        return gradient(task, params, Examples(changed, aims))
 
     raises, how = found(label=7)
     assert (how.way == "in one pass") == (build is Weighed)
@@ -158,10 +158,10 @@ def test_a_word_out_of_range_counts_as_zero():
     params = task.initial_params(0)
 
     def found(word=None, label=None):
-        own, aims = words.clone(), labels.clone()
-        own[3] = own[3] if word is None else word
+        changed, aims = words.clone(), labels.clone()
+        changed[3] = changed[3] if word is None else word
         aims[3] = aims[3] if label is None else label
-        summed, how = gradient(task, params, Examples((own, weight), aims))
+        summed, how = gradient(task, params, Examples((changed, weight), aims))
         assert how.way == "in one pass"
         return summed
 
@@ -198,11 +198,11 @@ def test_dp_sgd_and_clipped_steps_on_trees_are_those_on_packed_records(which):
         noise_multiplier=0.1,
     )
 
-    def private(own, examples):
+    def private(task, examples):
         draws, noise = np.random.default_rng(3), SeededNoise(4)
-        return train_dp_sgd(own, start, examples, training, sampling=draws, noise=noise)
+        return train_dp_sgd(task, start, examples, training, sampling=draws, noise=noise)
 
-    def stepped(own, examples):
+    def stepped(task, examples):
         job = Job(
             params=start,
             examples=examples,
@@ -210,7 +210,7 @@ def test_dp_sgd_and_clipped_steps_on_trees_are_those_on_packed_records(which):
             generator=torch.Generator().manual_seed(5),
             noise=StepNoise(clipping_norm=0.4, stddev=0.01, source=SeededNoise(6)),
         )
-        return train(own, job)
+        return train(task, job)
 
     for trained in (private, stepped):
         ours, theirs = trained(task, form(data)), trained(PACKED, data)

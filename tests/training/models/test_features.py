@@ -29,8 +29,8 @@ def changed(record: torch.Tensor, client: int) -> ClientData:
 
 
 def without_a_record(client: int) -> ClientData:
-    own = images(client)
-    return ClientData(train=own.train.subset([0, 1, 3, 4, 5, 6, 7]), test=own.test)
+    data = images(client)
+    return ClientData(train=data.train.subset([0, 1, 3, 4, 5, 6, 7]), test=data.test)
 
 
 def test_features_are_what_the_front_puts_out_in_evaluation_and_targets_stay():
@@ -58,7 +58,7 @@ def test_images_of_another_type_than_the_front_are_refused_with_a_remedy():
     assert made.train.features.dtype == torch.float64
 
 
-def test_a_front_without_floating_point_numbers_reports_its_own_error():
+def test_a_front_without_floating_point_numbers_reports_the_error():
     with pytest.raises(RuntimeError, match="same dtype"):
         Features(Integers, of_float64)(0)
 
@@ -206,14 +206,14 @@ def task(front=Front) -> Task:
     return Task(model=partial(nn.Linear, WIDTH, 2), data=Features(front, images), device="cpu")
 
 
-def start(own: Task):
+def start(its_task: Task):
     strategy = FederatedStrategy(
         DPFedAvg(local=LocalTraining(epochs=1)),
         NonPrivatePlan(sampling=FullParticipation(CLIENTS)),
         seed=1,
         frozen=task().fingerprint,
     )
-    grid = InProcessGrid(DPFedAvg.client_app(own), num_clients=CLIENTS)
+    grid = InProcessGrid(DPFedAvg.client_app(its_task), num_clients=CLIENTS)
     return strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=2)
 
 
