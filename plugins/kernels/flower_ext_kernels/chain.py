@@ -8,24 +8,37 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from flower_ext.training.models.dropout import LEVELS, levels_dropped
 from flower_ext_kernels.layer_table import (
+    CHANNELS,
     CONVOLUTION,
     DENSE,
+    DOWN,
     DROP,
+    FILTERS,
+    HEIGHT,
     IMAGE_NORM,
+    KERNEL_HEIGHT,
+    KERNEL_WIDTH,
     MEAN,
     NORM,
+    OUT_HEIGHT,
+    OUT_WIDTH,
+    PAD_DOWN,
+    PAD_RIGHT,
     PLAIN,
     POOL,
     RELU,
+    RIGHT,
     SIGMOID,
     TANH,
     TURN,
+    WIDTH,
 )
 
 _ACTIVATIONS: Mapping[Any, int] = {
@@ -106,11 +119,14 @@ class Window:
         )
         return self.channels * height * width
 
-    @property
-    def row(self) -> list[int]:
-        """The numbers that describe this window in a row of `layer_table`'s table."""
-        before = [self.channels, *self.size, self.filters, *self.out]
-        return [*before, *self.kernel, *self.step, *self.border]
+    def describe(self, row: np.ndarray) -> None:
+        """Write this window to its columns in a row of `layer_table`'s table."""
+        row[CHANNELS], row[FILTERS] = self.channels, self.filters
+        row[HEIGHT], row[WIDTH] = self.size
+        row[OUT_HEIGHT], row[OUT_WIDTH] = self.out
+        row[KERNEL_HEIGHT], row[KERNEL_WIDTH] = self.kernel
+        row[DOWN], row[RIGHT] = self.step
+        row[PAD_DOWN], row[PAD_RIGHT] = self.border
 
 
 @dataclass(frozen=True, kw_only=True)
