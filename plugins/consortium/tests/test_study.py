@@ -88,7 +88,7 @@ def test_a_study_keeps_the_account_that_its_settings_name(read, tmp_path):
     ] == str(tmp_path / "account.jsonl")
 
 
-def test_a_stage_may_have_an_account_of_its_own(read, tmp_path):
+def test_a_stage_may_have_a_separate_account(read, tmp_path):
     own = ('budget-ledger = "/data/a.jsonl"', "population-epsilon = 9")
     study = read(in_stage(*own))
     account = study.account(tmp_path, DEFAULTS)

@@ -90,7 +90,7 @@ def test_secrets_of_runs_that_ended_long_ago_are_removed_when_another_begins(tmp
     assert sorted(f.name[:2] for f in (tmp_path / "secrets").glob("*.secret")) == ["2-", "7-"]
 
 
-def test_a_client_that_forgets_leaves_no_keys_of_masked_sums_of_any_run(tmp_path):
+def test_a_client_that_forgets_leaves_no_keys_of_masked_sums(tmp_path):
     methods = ("fedavg-sum", "uldp_avg")
 
     def of(run_id, node_id):
