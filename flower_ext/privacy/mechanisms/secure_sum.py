@@ -35,10 +35,11 @@ t - c of the shares from honest members to learn it. The server thus learns at m
 L = ⌊(n - c) D / (t - c)⌋ mask keys of honest members.
 
 Besides its mask key, each member has a seed, whose mask also hides its vector. Suppose the server
-learns the seed of an honest member A. Then at least t - c honest neighbours believe that A answered,
-and A's vector has a mask with each of them. The server knows the mask keys of at most L of them. It
-therefore sees the vectors of the other t - c - L or more only in one sum with A's vector. So every
-sum that the server can learn contains at least 1 + t - c - L = n - D - c - L honest answers.
+learns the seed of an honest member A. Then at least t - c honest neighbours believe that A
+answered, and A's vector has a mask with each of them. The server knows the mask keys of at most L
+of them. It therefore sees the vectors of the other t - c - L or more only in one sum with A's
+vector. So every sum that the server can learn contains at least 1 + t - c - L = n - D - c - L
+honest answers.
 """
 
 from __future__ import annotations
