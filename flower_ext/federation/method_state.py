@@ -46,7 +46,7 @@ class State:
         for name in self.everyone:
             if name in records.RESERVED or name.startswith(records.TRAINING) or name in self.server:
                 raise InvalidValue(
-                    f"State has the group {name!r} for everyone: expected a different name, "
+                    f"State.everyone has the group {name!r}: expected a different name, "
                     "because a record of the messages, or a group of State.server, has this name"
                 )
         for name, group in self.groups().items():

@@ -38,7 +38,7 @@ def first_config(config: UserConfig) -> UserConfig:
     """Return ``config``; in a resumed run, set ``rounds`` to the number with which the run began.
 
     A resumed run may have more rounds, but its noise is calibrated for that first number.
-    `recorded_run` checks that no other setting differs.
+    `recorded_run` refuses a change of any setting that is not in `CHANGEABLE`.
     """
     if (path := _path_to_resume(config)) is None:
         return config

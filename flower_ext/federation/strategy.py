@@ -238,8 +238,8 @@ class FederatedStrategy(Strategy):
     ) -> Result:
         """Run up to round ``num_rounds``, or until the budget is exhausted (see ``stopped``).
 
-        If the run directory was resumed, the run continues, and ``initial_arrays`` only identify
-        the model.
+        A resumed run continues from its newest checkpoint, and only takes names, shapes and types
+        from ``initial_arrays``. Without a checkpoint it begins with them.
 
         Parameters
         ----------

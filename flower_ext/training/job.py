@@ -87,7 +87,7 @@ class LocalTraining(Checked):
         if self.tolerance and self.sam_radius:
             raise InvalidValue(
                 f"tolerance={self.tolerance!r}: expected 0 with sam_radius={self.sam_radius!r}, "
-                "because the exact minimiser needs no perturbed steps"
+                "because training with a tolerance finds the exact minimiser, without such steps"
             )
         if self.optimizer not in OPTIMIZERS:
             known = ", ".join(sorted(OPTIMIZERS))

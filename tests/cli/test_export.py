@@ -243,7 +243,7 @@ def test_a_run_that_has_not_ended_is_refused(finished, tmp_path):
     assert "--resume" in done.output
 
 
-def test_an_ended_run_without_its_model_is_refused_naming_the_file(finished, tmp_path):
+def test_an_ended_run_without_its_model_is_refused_by_the_files_name(finished, tmp_path):
     path = shutil.copytree(finished(DP2_FEDSAM).path, tmp_path / "run")
     (path / "model.safetensors").unlink()
     done = call(path, "--output", tmp_path / "own.safetensors")

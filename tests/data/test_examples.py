@@ -150,6 +150,15 @@ def test_scaling_puts_every_record_in_the_unit_ball_in_its_direction(seed, lengt
     assert torch.equal(twice.train.features, scaled)
 
 
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64])
+def test_rounding_to_other_types_keeps_records_in_the_unit_ball(kind):
+    features = torch.from_numpy(np.random.default_rng(0).normal(0, 9, (2000, 2))).to(kind)
+    examples = Examples(features, torch.zeros(2000))
+    (data,) = within_unit_ball([ClientData(train=examples, test=examples)])
+    assert data.train.features.dtype == kind
+    assert (data.train.features.double().norm(dim=1) <= 1).all()
+
+
 def test_records_in_the_unit_ball_stay_and_images_scale_as_a_whole():
     inside = Examples(torch.tensor([[0.3, -0.7], [0.0, 0.0], [1.0, 0.0]]), torch.zeros(3))
     (data,) = within_unit_ball([ClientData(train=inside, test=inside)])

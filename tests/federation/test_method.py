@@ -22,7 +22,7 @@ def test_a_group_for_everyone_that_would_replace_a_record_is_refused(name):
 
 
 def test_a_group_of_one_name_in_both_parts_is_refused():
-    with pytest.raises(InvalidValue, match="the group 'c' for everyone: expected a different name"):
+    with pytest.raises(InvalidValue, match="everyone has the group 'c': expected a different name"):
         State(everyone={"c": C}, server={"c": C})
 
 

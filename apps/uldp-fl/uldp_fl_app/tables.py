@@ -1,8 +1,8 @@
 """Tables from local files: card fraud, heart disease and breast cancer, as Uldp-FL uses them.
 
-Features are standardised by means and deviations of training rows: card transactions by those of
-all silos together, heart disease by those of each centre. The privacy guarantee of a training does
-not cover these statistics.
+Features are standardised by means and deviations of training rows: card transactions and
+scikit-learn's tumours by those of all silos together, heart disease by those of each centre; those
+of TCGA-BRCA are not. The privacy guarantee of a training does not cover these statistics.
 """
 
 from __future__ import annotations

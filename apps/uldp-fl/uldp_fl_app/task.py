@@ -53,7 +53,9 @@ def group_size_of(settings: Settings) -> int | str:
     """Return the group size: a number, ``max`` or ``median``."""
     value = settings.group_size
     if value not in ("max", "median") and not value.isdecimal():
-        raise UnfitSetting(f"run-config group-size={value!r}: expected a number, max or median")
+        raise UnfitSetting(
+            f"run-config group-size={value!r}: expected a whole number, max or median"
+        )
     return int(value) if value.isdecimal() else value
 
 

@@ -85,34 +85,53 @@ def _mean_curve(runs: Sequence[Row]) -> dict[int, float]:
 
 
 def private_table(name: str) -> str:
-    """Return loss of plain and upcycled methods under one perturbation, and both ε̄."""
-    cells = []
+    """Return plain and upcycled losses under one perturbation, and how many pairs gain."""
     rows = [
         row
         for row in read_rows("upcycled-fl-private")
         if row["run"].startswith(f"{name}-synthetic")
     ]
-    for dataset in SYNTHETIC:
-        for method, label in METHODS.items():
+    cells, gained = [], []
+    for method, label in METHODS.items():
+        line = [label]
+        for dataset in SYNTHETIC:
             pair = select_rows(rows, dataset=dataset, method=method)
             plain, upcycled = select_rows(pair, upcycled=False), select_rows(pair, upcycled=True)
             if not (plain and upcycled):
+                line.append("–")
                 continue
-            budgets = [
-                " → ".join(_budget(runs, basis) for runs in (plain, upcycled))
-                for basis in ("published", "provable")
+            losses = (statistics.mean(_late_losses(runs)) for runs in (plain, upcycled))
+            line.append(" → ".join(f"{loss:.3f}" for loss in losses))
+            differences = [
+                after - before
+                for before, after in zip(_late_losses(plain), _late_losses(upcycled), strict=True)
             ]
-            cells.append(
-                (
-                    dataset.removeprefix("synthetic-"),
-                    label,
-                    *(mean_text(column_values(runs, "loss_mean")) for runs in (plain, upcycled)),
-                    mean_and_error(gains(upcycled, plain, "loss_mean"), 3),
-                    *budgets,
-                )
-            )
-    header = ("data", "method", "loss, plain", "loss, upcycled", "difference by seed")
-    return table((*header, "ε̄ published", "ε̄ provable"), cells)
+            error = statistics.stdev(differences) / math.sqrt(len(differences))
+            gained.append((statistics.mean(differences), error))
+        if any(cell != "–" for cell in line[1:]):
+            cells.append(line)
+    names = [dataset.removeprefix("synthetic-") for dataset in SYNTHETIC]
+    budgets = [
+        ("ε̄, " + basis, *(_budgets(select_rows(rows, dataset=d), basis) for d in SYNTHETIC))
+        for basis in ("published", "provable")
+    ]
+    text = (
+        f"**The upcycled loss is lower in {sum(mean < 0 for mean, _ in gained)} of {len(gained)} "
+        f"pairs**, in {sum(mean < -2 * error for mean, error in gained)} by more than two standard "
+        f"errors; it is higher by as much in {sum(mean > 2 * error for mean, error in gained)}."
+    )
+    return f"{table(('method', *names), [*cells, *budgets])}\n\n{text}"
+
+
+def _late_losses(runs: Sequence[Row]) -> list[float]:
+    """Return each run's mean loss over the last three evaluations, in the order of the seeds."""
+    curves = [curve(run, "loss_mean") for run in sorted(runs, key=lambda run: run["seed"])]
+    return [statistics.mean([*line.values()][-3:]) for line in curves]
+
+
+def _budgets(rows: Sequence[Row], basis: str) -> str:
+    pair = (select_rows(rows, upcycled=upcycled) for upcycled in (False, True))
+    return " → ".join(_budget(runs, basis) for runs in pair if runs) or "–"
 
 
 def _budget(runs: Sequence[Row], basis: str) -> str:

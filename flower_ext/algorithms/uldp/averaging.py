@@ -274,7 +274,7 @@ class UldpSgd(UldpAvg):
 
 
 def _warn_of_rounding(cells: float, model: Arrays) -> None:
-    """Warn if rounding to whole cells turns most numbers of a user's update into zero.
+    """Warn if a typical number of a user's update is below a cell, so that rounding loses much.
 
     ``cells`` is the norm of a clipped update in one silo, in cells of the grid.
     """

@@ -100,7 +100,7 @@ def read_silo_answer(
     if set(arrays) != expected:
         raise RefusedReply(f"arrays {sorted(arrays)}: expected {sorted(expected)}")
     if arrays[ONE_BY_ONE].shape != () or arrays[ONE_BY_ONE].dtype.kind not in "biu":
-        raise RefusedReply(f"{ONE_BY_ONE!r}: expected one number, true or false")
+        raise RefusedReply(f"{ONE_BY_ONE!r}: expected a single boolean, or 0 or 1")
     counts = arrays.get(HISTOGRAM, np.empty(0, dtype=np.int64))
     if counts.shape != (num_users,) or counts.dtype.kind not in "iu":
         raise RefusedReply(f"{HISTOGRAM!r}: expected {num_users} integers")

@@ -29,10 +29,11 @@ def draw_users(
     training_round: int,
     sampling: PoissonSampling,
 ) -> list[int]:
-    """Return the users of training round ``training_round``, in ascending order.
+    """Return the users of a training round, in ascending order; all silos draw the same.
 
-    ``run`` consists of the run's name and Flower's run id, which is new in a resumed run. Raise a
-    `ProtocolError` if this silo has already drawn the users of this round or of a later one.
+    ``run``, its name and Flower's run id, is part of the generator's key, so that a resumed run,
+    which has a new id, draws anew. Raise a `ProtocolError` if this silo has already drawn the users
+    of this round or of a later one.
     """
     key = _key_of(task, vault)
     if training_round <= (newest := int.from_bytes(vault.load() or b"")):

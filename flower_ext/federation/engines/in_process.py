@@ -128,10 +128,11 @@ class InProcessGrid(ClientGrid):
         return chain(first, chain.from_iterable(replies), self._judge_errors(messages, errors))
 
     def _judge_errors(self, messages: Sequence[Message], before: int) -> Iterator[Message]:
-        """Log an error if clients hid at least as many errors as there are messages; yield nothing.
+        """Log an error, once per kind of message, if probably no client's answer holds a result.
 
-        ``before`` is the number of errors that clients hid before these messages. The server of a
-        deployment must not learn this number. In this process, one person runs server and clients.
+        The iterator has no items: it judges when the last reply has been read. ``before`` is the
+        number of errors that clients hid before these messages. The server of a deployment must not
+        learn this number. In this process, one person runs server and clients.
         """
         kinds, errors = {m.metadata.message_type for m in messages}, failures.hidden_errors.total()
         if kinds - self._failed and errors - before >= len(messages):

@@ -5,9 +5,9 @@ client with a state stays in its process for the whole run. A client without a s
 usual process, or to the process with the least work if the usual one has its share already. Each
 process has one thread, because many small trainings gain more from processes than from threads.
 
-Worker processes only run clients. The server's process checks each update, adds it to the sum in
-the order of partitions, and then discards the update. Memory therefore stays bounded, and no bit of
-the sum depends on the number of processes.
+The server's process also runs its part of the clients. It alone checks each update, adds it to the
+sum in the order of partitions, and then discards the update. Memory therefore stays bounded, and no
+bit of the sum depends on the number of processes.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Participations(JsonRecord):
     answers: Counter[str] = field(default_factory=Counter)
     """For each kind of query, the number of noised sums that answered it."""
     uploads: Counter[int] = field(default_factory=Counter)
-    """Number of uploads that each unit was asked for."""
+    """For each unit, the number of training rounds with its data, even if no upload arrived."""
     newest: dict[int, int] = field(default_factory=dict)
     """Number of the last round in which each unit took part; units that never did are left out."""
     weights_in_sums: dict[int, float] = field(default_factory=dict)

@@ -76,7 +76,7 @@ class ReleaseTerms(Checked):
         object.__setattr__(self, "queries", tuple(self.queries))
         names = [query.name for query in self.queries]
         if len({*names}) < len(names):
-            raise InvalidValue(f"queries={names}: expected each kind of query once")
+            raise InvalidValue(f"queries={names}: expected each kind of query at most once")
         evaluated = [query.name for query in self.queries if query.schedule == "in evaluations"]
         if len(evaluated) > 1:
             raise InvalidValue(

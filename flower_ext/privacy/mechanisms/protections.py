@@ -87,7 +87,7 @@ class Protection:
 
 @dataclass(frozen=True, kw_only=True)
 class _Noised(Protection):
-    """Bound the whole upload, then add Gaussian noise to it."""
+    """Clip the upload, or the part of each privacy unit, and add Gaussian noise to the upload."""
 
     clipping_norm: float
     noise_stddev: float

@@ -9,9 +9,9 @@ of a `SecureSum`. A cohort contains C ~ Hypergeometric(N, K, n) colluders, and c
 number with T P(C > c) ≤ 2⁻⁴⁰. Up to D = ⌈δn⌉ members may be lost in a round, where δ is the field
 ``dropouts``, and not the δ of a guarantee. Each member has two secrets, a mask key and a seed. It
 shares both with k neighbours on the circle, and any t of the shares reveal a secret. Of the
-neighbours, X ~ Hypergeometric(N - 1, K, k) collude. Of the neighbours of a member that stays,
-Y ~ Hypergeometric(n - 1, n - 1 - D, k) stay as well. The graph has the smallest k for which some t
-meets all these bounds:
+neighbours, X ~ Hypergeometric(N - 1, K, k) collude. Of the neighbours of a member that stays, Y ~
+Hypergeometric(n - 1, n - 1 - D, k) stay as well. The graph has the smallest even k for which some t
+meets all these bounds, the second only with ``resist_equivocation``:
 
 * T n P(X ≥ t) ≤ 2⁻⁴⁰: no honest member has t colluding neighbours, who could unmask it.
 * T n P(X ≥ 2t - k) ≤ 2⁻⁴⁰: the server might tell some neighbours that a member answered, and the
@@ -24,8 +24,8 @@ meets all these bounds:
   most c collude, and at most D do not answer.
 * T n P(Y < t) ≤ 2⁻²⁰: enough shares arrive, or the round is discarded.
 
-In a complete graph all members are neighbours, and only C is random. The bounds are then
-c < t ≤ n - 1 - D and 2t > n - 1 + c.
+In a complete graph, as of any cohort of at most `COMPLETE` members, all members are neighbours, and
+only C is random. The bounds are then c < t ≤ n - 1 - D and, as above, 2t > n - 1 + c.
 
 The server of a *signed* sum may lie about the members that were lost. All members are neighbours,
 t = n - 1 - D, and members sign their keys, so the server cannot replace keys. The server can tell
@@ -34,12 +34,12 @@ at most D shares of mask keys. The colluders hold c shares of each mask key, so 
 t - c of the shares from honest members to learn it. The server thus learns at most
 L = ⌊(n - c) D / (t - c)⌋ mask keys of honest members.
 
-Besides its mask key, each member has a seed, whose mask also hides its vector. The server learns an
-honest member's seed only if t - c honest neighbours each give a share of it. They do so only if
-they believe that the member answered. The member's vector has masks with all these neighbours. The
-server does not know the mask keys of at least t - c - L of them, so it sees their vectors only in
-one sum with the member's vector. So every sum that the server can learn contains at least
-1 + t - c - L = n - D - c - L honest answers.
+Besides its mask key, each member has a seed, whose mask also hides its vector. Suppose the server
+learns the seed of an honest member A. Then at least t - c honest neighbours believe that A
+answered, and A's vector has a mask with each of them. The server knows the mask keys of at most L
+of them. It therefore sees the vectors of the other t - c - L or more only in one sum with A's
+vector. So every sum that the server can learn contains at least 1 + t - c - L = n - D - c - L
+honest answers.
 """
 
 from __future__ import annotations

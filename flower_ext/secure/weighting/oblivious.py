@@ -156,7 +156,7 @@ class Receiver:
         ]
 
     def open(self, sealed: bytes, size: int) -> list[bytes]:
-        """Open the chosen text, of ``size`` bytes, of each transfer; refuse changed texts."""
+        """Decrypt the chosen text of each transfer, ``size`` bytes; refuse altered texts."""
         num_texts, transfers, step = self._num_texts, len(self.choices), size + SEAL_BYTES
         if len(sealed) != step * num_texts * transfers:
             raise InvalidValue(

@@ -118,8 +118,8 @@ class MappedModel:
         if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
             if layer.max_norm is not None or layer.scale_grad_by_freq:
                 raise InvalidValue(
-                    f"{layer} cannot be stacked: expected padding_idx without max_norm and "
-                    "without scale_grad_by_freq"
+                    f"{layer} cannot be stacked: padding_idx does not go with max_norm or "
+                    "scale_grad_by_freq"
                 )
             return _look_up
         return None
@@ -218,7 +218,8 @@ class _ForAllModels(torch.autograd.Function):
     @staticmethod
     def forward(compute: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
         raise NotImplementedError(
-            "models cannot train together: a layer has the same inputs and weights in all of them"
+            "models cannot train together: a layer has the same inputs and weights in every model, "
+            "and a batch takes only layers whose inputs or weights differ by model"
         )
 
     @staticmethod

@@ -130,7 +130,7 @@ class _Listener(InProcessGrid):
 
 
 def _upload(reply: Message, sent: Arrays) -> Arrays | None:
-    """Return the model that a client sent minus the model it received; None for an error."""
+    """Return a client's update, or its model minus the model it received; None for an error."""
     if reply.has_error():
         return None
     # Do not read ``content``: that would turn the upload into records, and the server would then

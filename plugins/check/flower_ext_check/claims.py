@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +50,11 @@ def claims_of_objects(
     if local is not None:
         claims.append(Claim(LocalDpMod.__name__, local.epsilon, local.delta, rounds=1))
     for strategy in chain:
-        if (accountant := getattr(strategy, "accountant", None)) is not None:
-            spent, name = accountant.get_privacy_spent(), type(accountant).__name__
+        with suppress(Exception):  # an app's own strategy may call any object its accountant
+            spent, name = (
+                strategy.accountant.get_privacy_spent(),
+                type(strategy.accountant).__name__,
+            )
             claims.append(Claim(name, float(spent.epsilon), float(spent.delta), rounds))
     return claims
 

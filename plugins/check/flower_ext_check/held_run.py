@@ -82,7 +82,7 @@ class HeldRun:
             # Messages that only look like training, such as a rehearsal, are answered unchanged.
             change = self.current_change if self._kind == TRAIN else ""
             if change == "raise":
-                raise RuntimeError("the check lets this client fail")
+                raise RuntimeError("the check makes this client fail on purpose")
             for name, record in content.array_records.items():
                 if (received := received_like(record, message.content)) is not None:
                     content[name] = _moved(received, change)
@@ -131,13 +131,12 @@ class HeldRun:
         return protect(public, received, protection, noise)
 
     def keep_from_learning(self, work: ClientWork) -> ClientWork:
-        """Return a client's work, changed so that the client does not learn from its data.
+        """Return a client's work, changed by the first of these rules that fits.
 
-        * A client that protects its whole upload gets no data.
-        * A client that adds noise in each local step trains with a tiny learning rate. In a quiet
-          run, it takes a single step with the usual learning rate. A huge update then comes from a
-          huge first record.
-        * In a run that shows one unit's influence, a client keeps the records of one unit.
+        * In a run that shows one unit's influence: one huge step on the records of one unit.
+        * The client protects its whole upload: no data.
+        * The client adds noise in each local step: a tiny learning rate. In a quiet run, one step
+          with the usual learning rate; a huge first record then makes a huge update.
         """
         protection, phase = work.protection, work.method.upload_phase
         if self.shows_unit(protection):

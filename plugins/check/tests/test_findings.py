@@ -42,7 +42,7 @@ def test_each_finding_gives_every_value_of_its_text():
         assert {name for _, name, *_ in Formatter().parse(texts) if name} == given - {"refutes"}
 
 
-def test_texts_and_cases_without_a_counterpart_are_refused(tmp_path):
+def test_texts_and_cases_that_lack_each_other_are_refused(tmp_path):
     text = (PACKAGE / "findings.toml").read_text()
     file = tmp_path / "findings.toml"
     file.write_text(text)

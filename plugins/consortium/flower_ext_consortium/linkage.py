@@ -262,7 +262,7 @@ def read_numbers(path: Path, pseudonyms: Pseudonyms) -> Callable[[bytes], int]:
     """Return a function that looks up a pseudonym's number in a file of numbers.
 
     The returned function refuses a person who is not in the file. `read_numbers` itself refuses a
-    file that was made with a different key.
+    file that was made with a different key or for other kinds of columns.
     """
     fingerprint, numbers = read_people(path)
     if fingerprint != pseudonyms.fingerprint:

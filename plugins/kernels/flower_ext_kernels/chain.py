@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from flower_ext.training.models.dropout import LEVELS, levels_dropped
 from flower_ext_kernels.layer_table import (
+    CHANNELS,
     CONVOLUTION,
     DENSE,
+    DOWN,
     DROP,
+    FILTERS,
+    HEIGHT,
     IMAGE_NORM,
+    KERNEL_HEIGHT,
+    KERNEL_WIDTH,
     MEAN,
     NORM,
+    OUT_HEIGHT,
+    OUT_WIDTH,
+    PAD_DOWN,
+    PAD_RIGHT,
     PLAIN,
     POOL,
     RELU,
+    RIGHT,
     SIGMOID,
     TANH,
     TURN,
+    WIDTH,
 )
 
 _ACTIVATIONS: Mapping[Any, int] = {
@@ -106,11 +119,14 @@ class Window:
         )
         return self.channels * height * width
 
-    @property
-    def row(self) -> list[int]:
-        """The numbers that describe this window in a row of `layer_table`'s table."""
-        before = [self.channels, *self.size, self.filters, *self.out]
-        return [*before, *self.kernel, *self.step, *self.border]
+    def describe(self, row: np.ndarray) -> None:
+        """Write this window to its columns in a row of `layer_table`'s table."""
+        row[CHANNELS], row[FILTERS] = self.channels, self.filters
+        row[HEIGHT], row[WIDTH] = self.size
+        row[OUT_HEIGHT], row[OUT_WIDTH] = self.out
+        row[KERNEL_HEIGHT], row[KERNEL_WIDTH] = self.kernel
+        row[DOWN], row[RIGHT] = self.step
+        row[PAD_DOWN], row[PAD_RIGHT] = self.border
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,44 +317,93 @@ def _layer(module: Any, name: str, width: int) -> Layer | None:
     return layer if known else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Form:
+    """The form that a module takes as a layer on images.
+
+    ``kernel``, ``step`` and ``border`` are as PyTorch's modules have them. ``filters`` is None if
+    the images keep their number of channels.
+    """
+
+    kind: int
+    kernel: object = 1
+    step: object = 1
+    border: object = 0
+    filters: int | None = None
+    groups: int = 1
+    setting: int = 0
+
+
+def _convolution(module: nn.Conv2d, shape: Sequence[int]) -> _Form | None:
+    if module.groups != 1 or module.padding_mode != "zeros" or module.in_channels != shape[0]:
+        return None
+    if _pair(module.dilation) != (1, 1):
+        return None
+    return _Form(
+        kind=CONVOLUTION,
+        kernel=module.kernel_size,
+        step=module.stride,
+        border=module.padding,
+        filters=module.out_channels,
+    )
+
+
+def _max_pooling(module: nn.MaxPool2d, shape: Sequence[int]) -> _Form | None:
+    if module.ceil_mode or module.return_indices or _pair(module.padding) != (0, 0):
+        return None
+    if _pair(module.dilation) != (1, 1):
+        return None
+    return _Form(kind=POOL, kernel=module.kernel_size, step=module.stride)
+
+
+def _mean_pooling(module: nn.AvgPool2d, shape: Sequence[int]) -> _Form | None:
+    if module.ceil_mode or module.divisor_override is not None or _pair(module.padding) != (0, 0):
+        return None
+    return _Form(kind=MEAN, kernel=module.kernel_size, step=module.stride)
+
+
+def _mean_of_all(module: nn.AdaptiveAvgPool2d, shape: Sequence[int]) -> _Form | None:
+    return _Form(kind=MEAN, kernel=tuple(shape[1:])) if module.output_size in (1, (1, 1)) else None
+
+
+def _image_norm(module: nn.GroupNorm, shape: Sequence[int]) -> _Form | None:
+    setting, exact = _parts_of(module.eps)
+    if not exact or module.num_channels != shape[0]:
+        return None
+    return _Form(kind=IMAGE_NORM, groups=module.num_groups, setting=setting)
+
+
+_IMAGE_FORMS: Mapping[type, Callable[..., _Form | None]] = {
+    nn.Conv2d: _convolution,
+    nn.MaxPool2d: _max_pooling,
+    nn.AvgPool2d: _mean_pooling,
+    nn.AdaptiveAvgPool2d: _mean_of_all,
+    nn.GroupNorm: _image_norm,
+}
+"""Modules on images. Their functions return None for settings that machine code does not have."""
+
+
 def _on_images(module: Any, name: str, shape: Sequence[int]) -> Layer | None:
     """Return the layer for a module on images of ``shape``; None if machine code has none."""
-    channels, *size = shape
-    filters, groups, setting, kernel = channels, 1, 0, getattr(module, "kernel_size", 1)
-    step, border = getattr(module, "stride", 1), getattr(module, "padding", 0)
-    if type(module) is nn.Conv2d:
-        kind, filters = CONVOLUTION, module.out_channels
-        known = module.groups == 1 and module.padding_mode == "zeros"
-        known = known and module.in_channels == channels and _pair(module.dilation) == (1, 1)
-    elif type(module) is nn.MaxPool2d:
-        kind = POOL
-        known = _pair(border) == (0, 0) and not module.ceil_mode and not module.return_indices
-        known = known and _pair(module.dilation) == (1, 1)
-    elif type(module) is nn.AvgPool2d:
-        kind = MEAN
-        known = _pair(border) == (0, 0) and not module.ceil_mode and module.divisor_override is None
-    elif type(module) is nn.AdaptiveAvgPool2d and module.output_size in (1, (1, 1)):
-        kind, kernel, known = MEAN, (size[0], size[1]), True
-    elif type(module) is nn.GroupNorm:
-        kind, groups = IMAGE_NORM, module.num_groups
-        setting, known = _parts_of(module.eps)
-        known = known and module.num_channels == channels
-    else:
+    form_of = _IMAGE_FORMS.get(type(module))
+    if form_of is None or (form := form_of(module, shape)) is None:
         return None
-    pairs = [_pair(value) for value in (kernel, step, border)]
-    if not known or None in pairs:
+    kernel, step, border = (_pair(value) for value in (form.kernel, form.step, form.border))
+    if kernel is None or step is None or border is None:
         return None
-    window = Window(channels, (size[0], size[1]), filters, *pairs)  # type: ignore[arg-type]
+    channels, height, width = shape
+    filters = channels if form.filters is None else form.filters
+    window = Window(channels, (height, width), filters, kernel, step, border)
     if min(window.out) < 1:
         return None
     return Layer(
         module=module,
         name=name,
-        kind=kind,
-        inputs=channels * math.prod(size),
+        kind=form.kind,
+        inputs=math.prod(shape),
         outputs=filters * math.prod(window.out),
-        groups=groups,
-        setting=setting,
+        groups=form.groups,
+        setting=form.setting,
         window=window,
     )
 

@@ -31,11 +31,6 @@ from flower_ext.training.models import dropout
 from flower_ext_kernels.layer_table import SIGNATURES
 
 _HERE = Path(__file__).parent
-_SOURCES = [
-    *(_HERE / f"{name}.py" for name in ("dense", "images", "layer_table", "native")),
-    *(_HERE / f"{name}.py" for name in ("norms_and_dropout", "passes", "products", "sgd", "tiles")),
-    Path(dropout.__file__),
-]
 _LONGEST = 600.0
 """Longest time for compiling, in seconds, on a machine that is busy with other work."""
 # The code allocates nothing, so functions that count references may be empty.
@@ -134,7 +129,10 @@ def _file_name() -> str:
 def _key() -> str:
     """Return a digest of everything that the code depends on."""
     dependencies = [version("numba"), version("llvmlite"), llvm.get_host_cpu_name(), _features()]
-    sources = [source.read_bytes() for source in _SOURCES]
+    # Every module counts, even one that does not become machine code. A list of those that do could
+    # miss a new one, and then its changes would leave outdated code in use.
+    modules = [*sorted(_HERE.glob("*.py")), Path(dropout.__file__)]
+    sources = [module.read_bytes() for module in modules]
     return hashlib.sha256(repr((dependencies, sources)).encode()).hexdigest()[:16]
 
 

@@ -34,7 +34,24 @@ from flower_ext.training.problem import affine
 from flower_ext.training.task import Task
 from flower_ext.training.trials.single_rows import refusing_layer
 from flower_ext_kernels.chain import Layer, Part, recognise_chain
-from flower_ext_kernels.layer_table import CHANNELS, COLUMNS, DROP, IMAGE_NORM, LINE, NORM
+from flower_ext_kernels.layer_table import (
+    ACROSS,
+    ACTIVATION,
+    BIAS,
+    COLUMNS,
+    DROP,
+    GROUPS,
+    IMAGE_NORM,
+    INPUTS,
+    KIND,
+    LINE,
+    NORM,
+    OUTPUTS,
+    SETTING,
+    TRAINS_BIAS,
+    TRAINS_WEIGHT,
+    WEIGHT,
+)
 
 log = getLogger("flwr")
 
@@ -239,18 +256,22 @@ class CompiledNetwork:
 
     def _table(self, trained: Sequence[str]) -> np.ndarray:
         """Return the table of layers that `sgd` reads."""
-        rows, across = [], 0
-        for layer in self.layers:
+        table, across = np.zeros((len(self.layers), COLUMNS), np.int64), 0
+        for row, layer in zip(table, self.layers, strict=True):
             weight, bias = f"{layer.name}.weight", f"{layer.name}.bias"
-            begins = [
-                self.parts[part].start if part in self.parts else -1 for part in (weight, bias)
-            ]
-            trains = [part in trained for part in (weight, bias)]
-            row = [layer.kind, layer.inputs, layer.outputs, *begins, layer.activation, *trains]
-            window = [0] * (COLUMNS - CHANNELS) if layer.window is None else layer.window.row
-            rows.append([*row, across, layer.groups, layer.setting, *window])
+            row[KIND], row[ACTIVATION] = layer.kind, layer.activation
+            row[INPUTS], row[OUTPUTS], row[ACROSS] = layer.inputs, layer.outputs, across
+            row[WEIGHT], row[BIAS] = self._start(weight), self._start(bias)
+            row[TRAINS_WEIGHT], row[TRAINS_BIAS] = weight in trained, bias in trained
+            row[GROUPS], row[SETTING] = layer.groups, layer.setting
+            if layer.window is not None:
+                layer.window.describe(row)
             across += layer.inputs
-        return np.array(rows, dtype=np.int64)
+        return table
+
+    def _start(self, name: str) -> int:
+        """Return where a parameter begins among all numbers; −1 if the model has none so named."""
+        return self.parts[name].start if name in self.parts else -1
 
 
 def _batch(job: Job) -> int:

@@ -105,6 +105,7 @@ def train(
     only numbers and addresses. `_descend` also takes addresses: only the job tells the lengths.
     """
     layers = carray(table, (depth, COLUMNS))
+    memory = (outputs, slopes, scratch, norms, model_scratch)
     count_of, rate_of = carray(counts, (jobs, JOB_COUNTS)), carray(rates, (jobs, JOB_RATES))
     for job in range(jobs):
         first_number, first_integer = JOB_NUMBERS * job, JOB_INTEGERS * job
@@ -123,11 +124,7 @@ def train(
             count_of[job],
             rate_of[job],
             carray(numbers[first_number + OFFSET], size),
-            outputs,
-            slopes,
-            scratch,
-            norms,
-            model_scratch,
+            memory,
             (
                 carray(numbers[JOB_NUMBERS * following + FEATURES], features_ahead),
                 carray(numbers[JOB_NUMBERS * following + WEIGHTS], min(size, _MOST_AHEAD)),
@@ -163,18 +160,16 @@ def _descend(
     counts: np.ndarray,
     rates: np.ndarray,
     offset: np.ndarray,
-    outputs: Any,
-    slopes: Any,
-    scratch: Any,
-    norms: Any,
-    model_scratch: Any,
+    memory: tuple[Any, Any, Any, Any, Any],
     ahead: tuple[np.ndarray, np.ndarray],
 ) -> None:
     """Train one job, from its first step to its last.
 
+    ``memory`` holds the addresses of the five working arrays, in the order of `train`'s arguments.
     Meanwhile the processor fetches ``ahead``: the next job's features, and the memory where its
     weights will be.
     """
+    outputs, slopes, scratch, norms, model_scratch = memory
     count, has_terms = counts[COUNT], counts[HAS_TERMS]
     most = min(count, counts[BATCH_SIZE])
     last = len(layers) - 1

@@ -1,5 +1,6 @@
 """Machine code is compiled once, stored whole, and works without Numba and Python."""
 
+import shutil
 import stat
 import sys
 
@@ -58,6 +59,21 @@ def test_another_version_is_other_code(made, tmp_path, monkeypatch):
     monkeypatch.setattr(native, "version", lambda package: "another")
     native.compile_and_keep([tmp_path])
     assert len(made) == 2
+
+
+def test_a_change_to_any_module_is_other_code(tmp_path, monkeypatch):
+    """Modules that do not exist yet count, too."""
+    modules = [tmp_path / path.name for path in native._HERE.glob("*.py")]
+    for module in modules:
+        shutil.copy(native._HERE / module.name, module)
+    file_names = [native._file_name()]
+    monkeypatch.setattr(native, "_HERE", tmp_path)
+    assert native._file_name() == file_names[0]
+    for module in [*modules, tmp_path / "new.py"]:
+        with module.open("a") as file:
+            file.write("# another line\n")
+        file_names.append(native._file_name())
+    assert len({*file_names}) == len(modules) + 2
 
 
 def test_where_nothing_can_be_written_the_next_folder_is_taken(made, tmp_path):

@@ -205,7 +205,7 @@ def _two_stages(x: Any, start: Any, groups: Any, modulus: Any) -> None:
 
 @_fast
 def _add_row(row: Any, factors: Any, total: Any, modulus: Any) -> None:
-    """Multiply each eight numbers of ``row`` by one of ``factors``, and add them to ``total``."""
+    """Multiply each eight numbers in ``row`` by their factor; add the products to ``total``."""
     for i in range(factors.shape[0]):
         _add_product(row, LANES * i, factors[i], total, modulus)
 

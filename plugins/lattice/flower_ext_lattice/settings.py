@@ -98,7 +98,7 @@ class LatticeSettings(PartySettings):
 
     @property
     def table_size(self) -> int:
-        """M = N_max + 1: the number of totals of records, 0 to N_max, that a user can have."""
+        """M = N_max + 1: a user's total number of records is one of M values, 0 to N_max."""
         return 1 + self.max_records_per_user
 
     @property

@@ -14,7 +14,7 @@ from flower_ext.privacy import PrivacyUnit, epsilon_text
 from flower_ext.privacy.accounting.calibration import MAX_ROUNDS
 from flower_ext.privacy.guarantee import large_delta
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import dp2_fedsam_theorem2
-from flower_ext_planner.comparison import Row, compare_accountings
+from flower_ext_planner.comparison import Row, compare_accountings, default_delta
 
 _SIGNS = {
     "epsilon": "ε",
@@ -23,9 +23,6 @@ _SIGNS = {
     "rounds": "T",
     "sampling_rate": "r",
 }
-_LARGEST_DELTA, _SHARE_OF_DELTA = 1e-3, 0.01
-"""The default δ is `_SHARE_OF_DELTA` / N, and at most `_LARGEST_DELTA`: `is_large` never warns of
-it. A mechanism with δ = 1/N may publish all data of one unit, drawn at random from N units."""
 
 
 def calibrate(
@@ -80,7 +77,7 @@ def calibrate(
         cohort_size,
         epsilon=epsilon,
         noise_multiplier=noise_multiplier,
-        delta=min(_LARGEST_DELTA, _SHARE_OF_DELTA / population) if delta is None else delta,
+        delta=default_delta(population) if delta is None else delta,
         rounds=rounds,
         sampling_rate=sampling_rate,
     )

@@ -42,6 +42,14 @@ _LONGEST = 2_000
 """Largest number of rounds for which a strategy matrix is computed, within a second."""
 
 
+def default_delta(units: int) -> float:
+    """Return the δ of commands that get none: 0.01 / ``units``, and at most 0.001.
+
+    `is_large` never warns of it. A mechanism with δ = 1 / units may publish all data of one unit.
+    """
+    return min(1e-3, 0.01 / units)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """The value of a quantity by one accounting method, such as PLD or RDP.

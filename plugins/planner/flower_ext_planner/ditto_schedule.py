@@ -21,6 +21,7 @@ from flower_ext.privacy.guarantee import Basis, is_large
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.runs.page import to_markdown
 from flower_ext.runs.settings import Settings
+from flower_ext_planner.comparison import default_delta
 from flower_ext_planner.convergence import DittoProblem
 from flower_ext_planner.fairness import LinearFairness
 from flower_ext_planner.search import best_schedule
@@ -79,8 +80,8 @@ class ScheduleSettings(Settings):
 
     @property
     def target_delta(self) -> float:
-        """The setting ``delta``; if it is not set, 1/|D|, where |D| is ``num_examples``."""
-        return self.delta or 1 / self.num_examples
+        """The setting ``delta``; if it is not set, 1/(100 |D|), where |D| is ``num_examples``."""
+        return self.delta or default_delta(self.num_examples)
 
     @property
     def steps(self) -> ClippedSteps | None:

@@ -69,6 +69,13 @@ def test_a_schedule_for_a_given_weight_states_what_holds(tmp_path):
         assert word in done.output
 
 
+@pytest.mark.parametrize("delta", [None, 0.01])
+def test_the_command_warns_of_a_large_delta_but_never_of_its_default(tmp_path, delta):
+    done = schedule(tmp_path, global_weight=0.1, num_examples=49, delta=delta)
+    assert done.exit_code == 0, done.output
+    assert ("is large beside" in done.output) == (delta is not None)
+
+
 @pytest.mark.filterwarnings("error")
 def test_an_infinite_bound_leaves_a_schedule_without_rounds_in_valid_json(tmp_path):
     changes = {"strong_convexity": 0.05, "learning_rate": 0.1, "max_rounds": 20000}

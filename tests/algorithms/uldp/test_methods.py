@@ -136,7 +136,7 @@ def test_a_silos_owner_sets_the_least_noise_of_its_dp_sgd(least, asked, takes_pa
     assert [answer.has_error() for answer in answers] == [not takes_part] * SILOS
 
 
-def test_methods_without_training_noise_refuse_a_claim_of_it():
+def test_a_claim_of_noised_training_is_refused_by_methods_without_it():
     node = Context(1, 1, {"least-noise-multiplier": 0.1}, RecordDict(), {})
     claim = ClientRequest(
         protection=ProtectedByTraining(), settings={"dp-sgd.noise_multiplier": 5.0}

@@ -114,7 +114,7 @@ def test_what_no_sum_of_scores_can_be_is_refused_by_name():
     for placement in ("client", "server"):
         with pytest.raises(ValueError, match=r"noise_placement=.*expected noise_placement=Secure"):
             plan(noise_placement=placement)
-    with pytest.raises(ValueError, match="expected each kind of query once"):
+    with pytest.raises(ValueError, match="expected each kind of query at most once"):
         plan(queries=(SCORES, SecureScores(noise_multiplier=1.0)))
     with pytest.raises(ValueError, match="nothing bounds what one user contributes"):
         mechanism_of(plan(), silos=5)

@@ -58,7 +58,7 @@ def test_images_of_another_type_than_the_front_are_refused_with_a_remedy():
     assert made.train.features.dtype == torch.float64
 
 
-def test_a_front_without_floating_point_numbers_reports_the_error():
+def test_a_front_without_floating_point_numbers_reports_the_libraries_error():
     with pytest.raises(RuntimeError, match="same dtype"):
         Features(Integers, of_float64)(0)
 
