@@ -89,8 +89,8 @@ def test_a_study_keeps_the_account_that_its_settings_name(read, tmp_path):
 
 
 def test_a_stage_may_have_a_separate_account(read, tmp_path):
-    own = ('budget-ledger = "/data/a.jsonl"', "population-epsilon = 9")
-    study = read(in_stage(*own))
+    lines = ('budget-ledger = "/data/a.jsonl"', "population-epsilon = 9")
+    study = read(in_stage(*lines))
     account = study.account(tmp_path, DEFAULTS)
     assert account["population-epsilon"] == 3
     settings = study.settings_of(study.stage[0], tmp_path, account)
