@@ -92,7 +92,7 @@ def test_the_command_knows_the_experiments_of_all_other_plugins():
     offered = {}
     for file in ROOT.glob("plugins/*/pyproject.toml"):
         project = tomllib.loads(file.read_text())["project"]
-        for name in project["entry-points"].get("flower_ext.experiments", ()):
+        for name in project.get("entry-points", {}).get("flower_ext.experiments", ()):
             offered[name] = project["name"]
     assert offered == command.PLUGINS
 
