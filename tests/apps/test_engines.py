@@ -198,7 +198,7 @@ def test_a_server_that_remembers_earlier_rounds_is_killed_and_repeats_none(
     assert [row["round"] for row in run.metrics()] == [*range(1, rounds + 1)]
     same_run(run, whole, resumed=True)
     if name == "adaptive":
-        norms = [[row["clipping_norm"] for row in each.metrics()] for each in (run, whole)]
+        norms = [[row["adaptive_norm"] for row in each.metrics()] for each in (run, whole)]
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
         assert len(set(norms[0])) == rounds
 
