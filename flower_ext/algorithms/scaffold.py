@@ -104,7 +104,7 @@ class Scaffold(Method):
     def check_update(self, update: Update) -> None:
         """Refuse an update without local steps, such as one of a client without records."""
         if not update.metrics.get(STEPS, 0) >= 1:
-            raise RefusedReply(f"metric {STEPS!r} is missing or below 1: the client has no records")
+            raise RefusedReply(f"metric {STEPS!r}: expected at least 1, and so at least one record")
 
     def step(self, model: Arrays, released: Released, state: State) -> tuple[Arrays, State]:
         """Move x along the mean of y_i − x, and move c by (1/N) Σ Δc_i (lines 16–17)."""

@@ -117,14 +117,14 @@ def within_unit_ball(clients: Sequence[ClientData]) -> list[ClientData]:
     Raises
     ------
     ValueError
-        Features are not a single tensor.
+        Features are not a single tensor of floating-point numbers.
     """
 
     def scaled(examples: Examples) -> Examples:
         features = examples.features
-        if not isinstance(features, Tensor):
+        if not (isinstance(features, Tensor) and features.is_floating_point()):
             raise InvalidValue(
-                "features are a tuple or mapping: expected one tensor, because objective "
+                "features: expected one tensor of floating-point numbers, because objective "
                 "perturbation needs features of norm at most 1"
             )
         norms = torch.linalg.vector_norm(features.flatten(1).double(), dim=1)

@@ -237,7 +237,6 @@ class Method(Checked):
             keeps_memory=self.client.keeps_memory,
             updates_ignore_memory=self.client.updates_ignore_memory,
             upload_phase=self.client.upload_phase,
-            num_silos=getattr(self, "num_silos", None),  # a field if the units are users in silos
         )
 
     @property

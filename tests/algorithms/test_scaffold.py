@@ -188,7 +188,7 @@ def test_training_without_steps_is_refused(local, message):
 @pytest.mark.parametrize("metrics", [{}, {"local-steps": 0.0}])
 def test_an_update_without_steps_is_refused_as_without_records(metrics):
     with pytest.raises(
-        RefusedReply, match="'local-steps' is missing or below 1: the client has no rec"
+        RefusedReply, match="'local-steps': expected at least 1, and so at least one record"
     ):
         Scaffold(local=LOCAL).check_update(records.Update({}, metrics))
 

@@ -199,7 +199,10 @@ def test_groups_of_any_size(size, tmp_path):
         ({"user_sampling_rate": 1.5}, r"rate=1\.5"),
         ({"method": "uldp-naive", "user_sampling_rate": 0.5}, "does not sample users"),
         ({"method": "uldp-group", "group_size": "0"}, "group_size=0"),
-        ({"method": "uldp-group", "group_size": "some"}, "group-size='some': expected a whole number"),
+        (
+            {"method": "uldp-group", "group_size": "some"},
+            "group-size='some': expected a whole number",
+        ),
         ({"method": "uldp-group", "record_sampling_rate": 0.0}, r"record-sampling-rate=0\.0"),
         ({"method": "uldp-group", "dataset": "tcga-brca"}, "its loss compares patients"),
         ({"method": "uldp-avg-private", "allow_insecure_keys": False}, "key_bits=512"),

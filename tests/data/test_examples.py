@@ -14,6 +14,7 @@ from flower_ext.data import (
     SiloData,
     within_unit_ball,
 )
+from flower_ext.errors import InvalidValue
 
 
 def examples(count: int = 5) -> Examples:
@@ -157,6 +158,12 @@ def test_rounding_to_other_types_keeps_records_in_the_unit_ball(kind):
     (data,) = within_unit_ball([ClientData(train=examples, test=examples)])
     assert data.train.features.dtype == kind
     assert (data.train.features.double().norm(dim=1) <= 1).all()
+
+
+def test_whole_numbers_cannot_be_scaled_into_the_unit_ball():
+    pixels = Examples(torch.full((2, 3), 200, dtype=torch.uint8), torch.zeros(2))
+    with pytest.raises(InvalidValue, match="expected one tensor of floating-point numbers"):
+        within_unit_ball([ClientData(train=pixels, test=pixels)])
 
 
 def test_records_in_the_unit_ball_stay_and_images_scale_as_a_whole():

@@ -1,4 +1,4 @@
-"""What a strategy makes of perturbed models: guarantees, messages and reuse."""
+"""Guarantees, metrics and messages of runs whose clients perturb their models."""
 
 import math
 from dataclasses import replace

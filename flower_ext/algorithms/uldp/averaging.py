@@ -158,8 +158,8 @@ class UldpAvg(Method):
 
     @property
     def traits(self) -> MethodTraits:
-        """The method's traits, with its weighting."""
-        return replace(super().traits, weighting=self.weighting)
+        """The method's traits, with its number of silos and its weighting."""
+        return replace(super().traits, num_silos=self.num_silos, weighting=self.weighting)
 
     def mechanism(self, plan: PrivacyPlan) -> RoundMechanism:
         """Return the mechanism of the silos' sum; refuse a plan that protects no users in silos."""

@@ -54,7 +54,7 @@ from flower_ext.privacy import (
     secure_generator,
     seeded_generator,
 )
-from flower_ext.privacy.run_summary import RunSummary
+from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.training import DpSgdTraining, train_dp_sgd
 
 RECORD_LIMITS, BY_USER = "limits", "limits"
@@ -148,6 +148,11 @@ class UldpGroup(Method):
                 f"plan={type(plan).__name__}: expected the plan that UldpGroup.plan(delta) "
                 "returns, because that plan computes ε for the DP-SGD in the method's ``local``"
             )
+
+    @property
+    def traits(self) -> MethodTraits:
+        """The method's traits, with its number of silos."""
+        return replace(super().traits, num_silos=self.num_silos)
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
         """Return the users, all of whom take part in every round."""

@@ -27,7 +27,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import ClientMethod, Memory, Method, State, Summation
 from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
-from flower_ext.privacy.run_summary import RunSummary
+from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.theorems.uldp_theorem import uldp_naive_guarantees
 from flower_ext.training import LocalTraining
 
@@ -70,6 +70,11 @@ class UldpNaive(Method):
                 "sampling of the plan: expected FullParticipation, because ULDP-NAIVE does not "
                 "sample users"
             )
+
+    @property
+    def traits(self) -> MethodTraits:
+        """The method's traits, with its number of silos."""
+        return replace(super().traits, num_silos=self.num_silos)
 
     def mechanism(self, plan: PrivacyPlan) -> RoundMechanism:
         """Return the mechanism of the silos' sum.

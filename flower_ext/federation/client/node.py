@@ -112,11 +112,11 @@ class NodePolicy:
         # Rounding may make this client's share of the noise a little smaller than the least noise,
         # although the two are meant to be equal.
         if multiplier is None or not multiplier >= least * (1 - _ROUNDING):
-            asked = f"{type(protection).__name__}, whose noise has no multiplier"
+            offered = f"{type(protection).__name__}, whose noise has no multiplier"
             if multiplier is not None:
-                asked = f"a noise multiplier of {multiplier:g} on this client"
+                offered = f"a noise multiplier of {multiplier:g} on this client"
             raise PermissionError(
-                f"the server asks for {asked}: the owner of this node requires "
+                f"the server asks for {offered}: the owner of this node requires "
                 f"least-noise-multiplier={least:g}"
             )
 

@@ -129,7 +129,7 @@ def stored_silo(vault: ClientVault) -> SiloParty | None:
 def open_hidden_sum(
     message: Arrays | None, vault: ClientVault, number: int, like: Params, users: int, bound: float
 ) -> HiddenSum | None:
-    """Return the silo's sum in round ``number``, or None if the request is of no weighted sum."""
+    """Return the silo's sum in round ``number``; None without a ``message`` of a weighted sum."""
     if message is None:
         return None
     silo = stored_silo(vault)

@@ -1,4 +1,4 @@
-"""What leaves a client of a secure sum, what the run promises, and what it refuses."""
+"""Messages of clients in a secure sum, the run's guarantees, and plans that it refuses."""
 
 import numpy as np
 import pytest
