@@ -88,8 +88,8 @@ def test_more_products_than_fit_without_reduction_add_up(shared):
     total.add([update] * 37, [20] * 37, np.repeat(key, 37, axis=0))
     first, second = total.words(noise[0], [])
     silo_sum = LatticeSum(round_number=1, silo=0, first=first, second=second)
-    found = decrypted(world.settings, world.server._secret, [silo_sum])
-    assert found == pytest.approx(70 / 3 * update + noise[0], abs=40 * world.settings.step)
+    decrypted_sum = decrypted(world.settings, world.server._secret, [silo_sum])
+    assert decrypted_sum == pytest.approx(70 / 3 * update + noise[0], abs=40 * world.settings.step)
 
 
 def test_an_update_of_full_norm_in_one_coordinate_and_extreme_counts(rng):
