@@ -105,11 +105,11 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise InvalidValue(f"{path} is not valid TOML: {error}") from None
 
 
-def read_key(path: Path, name: str, expected: str, *, is_text: bool = False) -> bytes:
-    """Return the 32 secret bytes in a file that only its owner can read.
+def read_secret(path: Path, name: str, expected: str) -> bytes:
+    """Return the content of a secret file; refuse a file that other users can read.
 
-    With ``is_text``, the file holds them as lower-case hexadecimal digits. Errors call the file the
-    value of the setting ``name``, and end with the file that is ``expected``.
+    Errors call the file the value of the setting ``name``, and end with the file that is
+    ``expected``.
     """
     try:
         with path.open("rb") as stream:
@@ -118,6 +118,15 @@ def read_key(path: Path, name: str, expected: str, *, is_text: bool = False) -> 
         raise InvalidValue(f"{name}={path}: {error.strerror}; expected {expected}") from None
     if mode & 0o077:
         raise InvalidValue(f"{name}={path}: other users can read it; run chmod 600 {path}")
+    return content
+
+
+def read_key(path: Path, name: str, expected: str, *, is_text: bool = False) -> bytes:
+    """Return the 32 bytes of a secret file, with the errors of `read_secret`.
+
+    With ``is_text``, the file holds them as lower-case hexadecimal digits.
+    """
+    content = read_secret(path, name, expected)
     if is_text:
         is_key = re.fullmatch(rb"[0-9a-f]{64}\s*", content)
         content = bytes.fromhex(content.decode()) if is_key else b""

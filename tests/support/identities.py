@@ -8,6 +8,8 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
+from flower_ext.files import write_whole
+
 
 def write_identities(folder, count):
     """Write the files of ``count`` members; return each one's entries of the node config."""
@@ -21,6 +23,6 @@ def write_identities(folder, count):
     configs = []
     for number, key in enumerate(keys):
         file = folder / f"identity-{number}"
-        file.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+        write_whole(file, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
         configs.append({"sum-identity-key": str(file), "sum-members": str(members)})
     return configs

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
 from flower_ext.errors import InvalidValue, ProtocolError
+from flower_ext.files import read_secret
 from flower_ext.secure.aggregation.aggregation_messages import IDENTITY_BYTES, key_pair
 from flower_ext.secure.aggregation.context import RoundContext
 from flower_ext.secure.keys_and_ciphers import KEY_BYTES
@@ -35,11 +36,14 @@ class Identities:
     def read(cls, key_file: str | Path, members_file: str | Path) -> Identities:
         """Read a private key and a list of public keys, as ``ssh-keygen -t ed25519`` writes them.
 
-        Refuse an unreadable file, a key that is not an Ed25519 key, a private key with a password,
-        and a public key that is listed twice.
+        Refuse an unreadable file, a private key that other users can read, a key that is not an
+        Ed25519 key, a private key with a password, and a public key that is listed twice.
         """
+        secret = read_secret(
+            Path(key_file), "sum-identity-key", "a file that `ssh-keygen -t ed25519 -N ''` wrote"
+        )
         try:
-            private = load_ssh_private_key(Path(key_file).read_bytes(), password=None)
+            private = load_ssh_private_key(secret, password=None)
             lines = Path(members_file).read_bytes().splitlines()
             listed = [load_ssh_public_key(line) for line in lines if line.strip()]
         except Exception as error:  # `cryptography` raises many kinds for malformed files

@@ -1,6 +1,7 @@
 """Signed sums against a server that lies about keys, members, neighbours or losses."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -154,6 +155,15 @@ def test_no_more_members_are_lost_than_the_answers_leave_room_for(identities):
         request = UnmaskRequest(digest=one.context.digest, answers=answers, kinds=counts)
         with pytest.raises(ProtocolError, match=f"{lost} lost neighbours"):
             one.members[0].unmask(request)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
+def test_an_identity_that_others_can_read_is_refused(tmp_path, mode):
+    (config,) = write_identities(tmp_path, 1)
+    key = Path(config["sum-identity-key"])
+    key.chmod(mode)
+    with pytest.raises(InvalidValue, match=f"^sum-identity-key={key}: other users can read it"):
+        Identities.read(key, config["sum-members"])
 
 
 @pytest.mark.parametrize(
