@@ -18,7 +18,7 @@ from torch import Tensor
 from flower_ext.errors import ProtocolError
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.records import arrays_of, to_params, to_record
-from flower_ext.federation.roster import partition_of
+from flower_ext.federation.roster import PARTITION, partition_of
 from flower_ext.federation.state.folder import (
     SECRETS,
     Damaged,
@@ -150,15 +150,18 @@ class ClientVault:
     message. If two processes do this at the same time with a folder, the second call of `store`
     raises an error, so only one process sends a message.
 
+    The server may give a node another id. The name of the file therefore has the client's partition
+    instead, so that `forget_client` finds the keys, and a client the steps that it took. Only a
+    node without a partition, which no server asks to forget, is named by its id.
+
     Keys are removed when they are old. This is safe, because a client without keys answers nothing.
     With ``is_permanent``, the bytes record a step that this client must never repeat in the run.
-    They are never removed, and the name of their file has the client's partition instead of the
-    node's id, because the server may give the node another id.
+    They are never removed.
     """
 
     def __init__(self, context: Context, method: str, *, is_permanent: bool = False) -> None:
         kind = _PERMANENT if is_permanent else "secret"
-        owner = partition_of(context.node_config) if is_permanent else context.node_id
+        owner = context.node_config.get(PARTITION, context.node_id)
         self._context, self._key = context, f"flower_ext.{method}.{kind}"
         self._name = f"{SECRETS}/{context.run_id}-{owner}-{method}.{kind}"
         self._loaded = False
@@ -226,8 +229,11 @@ def forget_client(context: Context, runs: Sequence[str]) -> None:
     for run in runs:
         for kept in (folder.path / safe_name(run)).glob(f"*-{partition}"):
             shutil.rmtree(kept)
-    node = context.node_id  # the second pattern also matches files that a killed process left
-    for names in (f"{context.run_id}-{node}-*.secret", f"*-{node}-*{OF_MASKED_SUM}.secret*"):
+    # The second pattern also matches files that a killed process left.
+    for names in (
+        f"{context.run_id}-{partition}-*.secret",
+        f"*-{partition}-*{OF_MASKED_SUM}.secret*",
+    ):
         for secret in (folder.path / SECRETS).glob(names):
             secret.unlink(missing_ok=True)
 

@@ -93,13 +93,14 @@ def test_secrets_of_runs_that_ended_long_ago_are_removed_when_another_begins(tmp
 def test_a_client_that_forgets_leaves_no_keys_of_masked_sums(tmp_path):
     methods = ("fedavg-sum", "uldp_avg")
 
-    def of(run_id, node_id):
-        facts = {"partition-id": node_id, "state-folder": str(tmp_path)}
-        return Context(run_id, node_id, facts, RecordDict(), {})
+    def of(run_id, partition):
+        facts = {"partition-id": partition, "state-folder": str(tmp_path)}
+        # In each run, the server gives the client's node another id.
+        return Context(run_id, 1_000 * run_id + partition, facts, RecordDict(), {})
 
-    for run_id, node_id in ((1, 3), (7, 3), (7, 33), (3, 4)):
+    for run_id, partition in ((1, 3), (7, 3), (7, 33), (3, 4)):
         for method in methods:
-            ClientVault(of(run_id, node_id), method).store(b"keys")
+            ClientVault(of(run_id, partition), method).store(b"keys")
     ClientVault(of(1, 3), "uldp_avg-draws", is_permanent=True).store(b"drawn")
     (tmp_path / "secrets" / ".1-3-fedavg-sum.secret.99-00@other.draft").write_bytes(b"half")
     forget_client(of(7, 3), ["study"])
@@ -109,13 +110,22 @@ def test_a_client_that_forgets_leaves_no_keys_of_masked_sums(tmp_path):
     assert left == {*others, "1-3-uldp_avg.secret", "1-3-uldp_avg-draws.permanent"}
 
 
+def test_a_node_without_a_partition_has_a_vault_under_its_id(tmp_path):
+    one, other = (
+        Context(7, node_id, {"state-folder": str(tmp_path)}, RecordDict(), {}) for node_id in (3, 4)
+    )
+    ClientVault(one, "one").store(b"keys")
+    assert ClientVault(one, "one").load() == b"keys"
+    assert ClientVault(other, "one").load() is None
+
+
 def test_half_written_files_of_a_killed_process_are_removed(tmp_path):
     kept = context(state_folder=str(tmp_path))
     ClientVault(kept, "one").store(b"first")
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     for writer, content in ((dead.pid, b"half a secr"), (os.getpid(), b"at work")):
-        name = f".7-3-one.secret.{writer}-00@{socket.gethostname()}.draft"
+        name = f".7-2-one.secret.{writer}-00@{socket.gethostname()}.draft"
         (tmp_path / "secrets" / name).write_bytes(content)
     ClientVault(kept, "one").store(b"second")
     (left,) = (tmp_path / "secrets").glob(".*.draft")
