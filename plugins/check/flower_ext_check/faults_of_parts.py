@@ -7,7 +7,7 @@ from scipy.stats import binom
 from flower_ext.privacy import PrivacyUnit
 from flower_ext_check import recognise
 from flower_ext_check.findings import Case, Findings
-from flower_ext_check.measured import ERROR_PROBABILITY
+from flower_ext_check.measured import DECISION_ERROR
 from flower_ext_check.probes import Probes
 from flower_ext_check.recognise import APP, AppTraits, Part
 
@@ -84,6 +84,6 @@ def add_uncounted_messages(probes: Probes, findings: Findings) -> None:
         sampling, rounds = traits.mechanism.declared.release.sampling, real.rounds
         requests = sum(map(len, real.cohorts.values()))
         draws = rounds * sampling.population
-        if binom.sf(requests - 1, draws, sampling.sampling_rate) < ERROR_PROBABILITY:
+        if binom.sf(requests - 1, draws, sampling.sampling_rate) < DECISION_ERROR:
             described = sampling.describe()
             findings.add(Case.SAMPLING, requests=requests, rounds=rounds, sampling=described)

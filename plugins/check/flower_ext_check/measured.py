@@ -19,10 +19,12 @@ from flower_ext_check.probes import Probes, RunName
 from flower_ext_check.second_accountant import second_epsilon
 from flower_ext_check.vectors import HELD_NORM
 
-ERROR_PROBABILITY = 1e-6
+_ERROR_PROBABILITY = 1e-6
 """Largest probability that at least one statistical decision of a check is wrong."""
 _DECISIONS = 100
 """Largest number of such decisions in a check."""
+DECISION_ERROR = _ERROR_PROBABILITY / _DECISIONS
+"""Largest probability that one statistical decision is wrong."""
 _SLACK = 1.01
 """Factor by which two accountants may differ, because each rounds on its own grid."""
 _NO_NUMBERS = np.empty(0)
@@ -39,10 +41,10 @@ class Spread(NamedTuple):
 def spread(differences: np.ndarray) -> Spread:
     """Return the standard deviation of Gaussian noise of mean zero, with bounds.
 
-    The bounds fail with probability `ERROR_PROBABILITY` / `_DECISIONS`.
+    The bounds fail with probability `DECISION_ERROR`.
     """
     count, total = differences.size, float(np.sum(differences**2))
-    each_side = ERROR_PROBABILITY / _DECISIONS / 2
+    each_side = DECISION_ERROR / 2
     low, high = chi2.ppf([each_side, 1 - each_side], count)
     return Spread((total / count) ** 0.5, (total / high) ** 0.5, (total / low) ** 0.5)
 
