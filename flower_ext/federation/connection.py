@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from logging import getLogger
 
 from flwr.app import ArrayRecord, ConfigRecord
@@ -13,7 +14,7 @@ from flower_ext.federation._flower_private import in_simulation
 from flower_ext.federation.exchange import Content
 from flower_ext.federation.method import Connected
 from flower_ext.federation.model_checks import refuse_tied
-from flower_ext.federation.replies import read_answer, read_update
+from flower_ext.federation.replies import read_answer, read_count, read_update
 from flower_ext.federation.roster import REHEARSAL, FederationNotReady, Roster
 from flower_ext.federation.run import Run
 from flower_ext.privacy import Ledger
@@ -63,8 +64,14 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
             # The next round's ε depends on the clients' numbers of examples. Their first uploads
             # would reveal these anyway.
             sizes = {records.ROUND: run.round_record(0, **{"report-size": True})}
-            answers = run.clients.ask_all(dict.fromkeys(run.clients.nodes, sizes), read_answer)
-            run.num_examples |= {p: int(answer["num-examples"]) for p, answer in answers.items()}
+            answers = run.clients.ask_all(
+                dict.fromkeys(run.clients.nodes, sizes), partial(read_count, name="num-examples")
+            )
+            for partition, size in answers.items():
+                # The server refuses uploads of a client without examples, so the client counts as
+                # one of unknown size.
+                if size:
+                    run.note_size(partition, size)
     except BaseException:
         run.clients.roster = Roster()  # the next call asks again
         raise

@@ -129,6 +129,16 @@ def read_answer(reply: Message, record: str = records.ANSWER) -> Arrays:
         raise RefusedReply(f"the answer cannot be read: {error}") from error
 
 
+def read_count(reply: Message, name: str) -> int:
+    """Return the number ``name`` of a client's answer; refuse anything but 0 … `LARGEST_SIZE`."""
+    count = read_answer(reply).get(name)
+    if count is None or count.shape or count.dtype.kind not in "iu":
+        raise RefusedReply(f"the array {name!r} of the answer: expected a single integer")
+    if not 0 <= count <= LARGEST_SIZE:
+        raise RefusedReply(f"{name}={int(count)}: expected an integer, 0 … {LARGEST_SIZE}")
+    return int(count)
+
+
 def _content(reply: Message) -> RecordDict:
     if reply.has_error():
         raise RefusedReply(public_reason(reply.error))

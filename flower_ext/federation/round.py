@@ -278,9 +278,8 @@ class TrainingRound:
                 "update_norm_std": float(np.std(norms)),
             }
         for partition, numbers in metrics.items():
-            if "num-examples" in numbers:  # keep the smallest: a later report must not lower ε
-                size = int(numbers["num-examples"])
-                run.num_examples[partition] = min(size, run.num_examples.get(partition, size))
+            if "num-examples" in numbers:
+                run.note_size(partition, int(numbers["num-examples"]))
 
     def _step(self, mean: Aggregate) -> records.Arrays:
         """Return the next model, and store the method's next state."""

@@ -267,6 +267,11 @@ class Run:
             }
         )
 
+    def note_size(self, partition: int, num_examples: int) -> None:
+        """Note a client's number of training examples; a later, larger report must not lower ε."""
+        smallest = min(num_examples, self.num_examples.get(partition, num_examples))
+        self.num_examples[partition] = smallest
+
     def count_abandoned(self, begun: BegunRound) -> None:
         """Count a round that the server began and never finished: clients may have uploaded."""
         self.population.count_abandoned(begun.units, begun.most_uploads, requests=begun.requests)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from logging import getLogger
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -17,7 +18,7 @@ from flower_ext.federation._flower_private import replies
 from flower_ext.federation.claims import save_guarantees, spent_by
 from flower_ext.federation.connection import connect
 from flower_ext.federation.query_round import QueryRound
-from flower_ext.federation.replies import RefusedReply, read_answer
+from flower_ext.federation.replies import read_count
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.run import MODEL, Run
 from flower_ext.privacy import BudgetExhausted
@@ -229,7 +230,7 @@ class RunLoop:
         run, needed = self.run, self.run.remembered
         known = ConfigRecord({"run": run.checkpoints.run_id, "number": run.participations.rounds})
         everyone = {partition: {records.ROUND: known} for partition in run.clients.nodes}
-        versions = run.clients.ask_all(everyone, _read_version)
+        versions = run.clients.ask_all(everyone, partial(read_count, name="version"))
         lost = [p for p, version in sorted(versions.items()) if version < needed.get(p, 0)]
         if lost:
             kept = versions[lost[0]]
@@ -242,12 +243,3 @@ class RunLoop:
                 "settings of a simulation, or by InProcessGrid(..., {'state-folder': PATH}). A "
                 "method that keeps no memory declares ClientMethod(memory=Memory.NONE)"
             )
-
-
-def _read_version(reply: Message) -> int:
-    version = read_answer(reply).get("version")
-    if version is None or version.shape or version.dtype.kind not in "iu" or version < 0:
-        raise RefusedReply(
-            "the array 'version' of the answer: expected the number of a training round"
-        )
-    return int(version)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, MetricRecord
@@ -11,10 +12,12 @@ from torch import nn
 from flower_ext.algorithms import DPFedAvg, Scaffold
 from flower_ext.federation import (
     FederatedStrategy,
+    FederationNotReady,
     InProcessGrid,
     records,
 )
 from flower_ext.privacy import (
+    Budget,
     FixedSizeSampling,
     FullParticipation,
     NonPrivatePlan,
@@ -25,6 +28,7 @@ from flower_ext.privacy.theorems.upcycled_theorem import (
     perturbation_guarantees,
     upcycled_theorem_6_3,
 )
+from flower_ext.runs import RunWriter
 from flower_ext.training import LocalTraining, Task
 from tests.support import worlds
 from tests.support.protected_updates import (
@@ -175,3 +179,51 @@ def test_a_size_that_changes_between_rounds_is_accounted_by_the_smallest():
     strategy = FederatedStrategy(DPFedAvg(local=EXACT), plan(), evaluate_every=0)
     strategy.start(grid, initial(), num_rounds=2)
     assert set(strategy.run.num_examples.values()) == {5}
+
+
+ENDLESS = Budget(epsilon=1e9, delta=1e-3)
+"""A budget for which the server asks each client's number of examples before the first round."""
+
+
+@pytest.mark.parametrize("perturbation", [OUTPUT, OBJECTIVE])
+def test_a_client_without_examples_ends_no_run_that_has_a_budget(perturbation):
+    sizes = {0: 12, 1: 0, 2: 9}
+    app = DPFedAvg.client_app(task(sizes))
+    strategy, _ = run(plan(perturbation), app=app, rounds=2, budget=ENDLESS)
+    assert strategy.run.num_examples == {0: 12, 2: 9}
+    if perturbation is OUTPUT:
+        assert strategy.stopped is None
+        assert strategy.participations.rounds == 2
+    else:  # Theorem 6.3 gives no ε for a client of unknown size
+        assert "ε = inf" in strategy.stopped
+
+
+@pytest.mark.parametrize("size", [np.array([12, 12]), np.array(-1), np.array(2.5), None])
+def test_a_malformed_answer_about_a_size_is_named_with_its_client(size):
+    class Odd(InProcessGrid):
+        def send_and_receive(self, messages, *, timeout=None):
+            replies = list(super().send_and_receive(messages, timeout=timeout))
+            for reply in replies:
+                if reply.metadata.message_type.startswith("query.dp") and self.is_odd(reply):
+                    answer = {} if size is None else {"num-examples": size}
+                    reply.content[records.ANSWER] = records.to_record(answer)
+            return replies
+
+        def is_odd(self, reply):
+            return reply.metadata.src_node_id == 1_001
+
+    grid = Odd(DPFedAvg.client_app(task()), num_clients=CLIENTS)
+    strategy = FederatedStrategy(DPFedAvg(local=EXACT), plan(), evaluate_every=0, budget=ENDLESS)
+    with pytest.raises(FederationNotReady, match=r"partitions \[1\] cannot take part: .*num-ex"):
+        strategy.start(grid, initial(), num_rounds=1)
+
+
+def test_a_size_that_grows_before_a_resumed_run_lowers_no_epsilon(tmp_path):
+    def epsilon(directory, rounds, size):
+        app = DPFedAvg.client_app(task(dict.fromkeys(range(CLIENTS), size)))
+        strategy, _ = run(plan(), app=app, rounds=rounds, budget=ENDLESS, directory=directory)
+        directory.close()
+        return strategy.guarantees()[1].epsilon
+
+    once = epsilon(RunWriter.create(tmp_path / "run", {}), 1, 60)
+    assert epsilon(RunWriter.resume(tmp_path / "run"), 2, 6_000) > once
