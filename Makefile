@@ -37,6 +37,9 @@ unexport PYTHONDONTWRITEBYTECODE
 install: $(VENV)/.installed
 
 PLUGINS := $(sort $(dir $(wildcard plugins/*/pyproject.toml)))
+# Tests need these extras of plugins/pretrained.
+PRETRAINED_EXTRAS := [images,text]
+INSTALLED_PLUGINS := $(patsubst %/pretrained,%/pretrained$(PRETRAINED_EXTRAS),$(PLUGINS:%/=%))
 
 # The package alone, which is all that the demo needs.
 $(VENV)/.package: pyproject.toml constraints.txt
@@ -45,7 +48,7 @@ $(VENV)/.package: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.package $(PLUGINS:%=%pyproject.toml)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]' $(PLUGINS:%=--editable ./%)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]' $(INSTALLED_PLUGINS:%=--editable './%')
 	touch $@
 
 # The machine code of plugins/kernels. Only its tests wait for it; runs train without it.

@@ -11,6 +11,7 @@ import os
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from logging import getLogger
+from shlex import quote
 from typing import Any
 
 from flower_ext.errors import InvalidValue
@@ -38,6 +39,6 @@ def offered(group: str) -> tuple[Any, ...]:
 
 
 def how_to_install(distribution: str) -> str:
-    """Return the words by which a person installs a plug-in of this project."""
+    """Return the words by which a person installs a plug-in of this project, with any extras."""
     folder = distribution.replace("flower-ext-", "./plugins/")
-    return f"pip install {distribution}, or {folder} in a checkout"
+    return f"pip install {quote(distribution)}, or {quote(folder)} in a checkout"

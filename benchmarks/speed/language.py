@@ -33,8 +33,8 @@ from flower_ext.privacy import FixedSizeSampling, ReleasePlan
 from flower_ext.runs.page import table
 from flower_ext.training import LocalTraining, Task
 from flower_ext.training.models.factory import in_training
-from flower_ext_language.hugging_face import with_lora
-from flower_ext_language.next_token import LanguageModel, next_token_loss
+from flower_ext_pretrained.hugging_face import with_lora
+from flower_ext_pretrained.next_token import LanguageModel, next_token_loss
 
 LEARNING_RATE, TURNS = 1e-3, 2
 

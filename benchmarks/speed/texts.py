@@ -85,7 +85,7 @@ class Causal(nn.Module):
         super().__init__()
         from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-        from flower_ext_language.hugging_face import with_lora
+        from flower_ext_pretrained.hugging_face import with_lora
 
         sizes: Any = GPTNeoXConfig(  # type: ignore[call-arg, unused-ignore]
             vocab_size=BYTES,

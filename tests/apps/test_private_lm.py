@@ -16,7 +16,7 @@ from flower_ext.federation import InProcessGrid, records, run_in_process
 from flower_ext.privacy import FullParticipation, PrivacyUnit, ReleasePlan
 from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining
-from flower_ext_language.next_token import IGNORED
+from flower_ext_pretrained.next_token import IGNORED
 from tests.support.apps import PRIVATE_LM
 from tests.support.grids import grid
 from tests.support.pretrained import save_causal

@@ -176,10 +176,10 @@ def test_run_of_something_else_fails(tmp_path):
 
 def test_messages_with_brackets_arrive_whole(monkeypatch):
     def fail(*args, **options):
-        raise LaunchFailed("pip install 'flower-ext[vision]'")
+        raise LaunchFailed("pip install 'flower-ext[weighting]'")
 
     monkeypatch.setattr(run_command, "prepare", fail)
-    assert "flower-ext[vision]" in call("run", "somewhere").stderr
+    assert "flower-ext[weighting]" in call("run", "somewhere").stderr
 
 
 def test_help_helps():

@@ -1,6 +1,7 @@
 """Settings and options of a run before it starts; test_ending.py runs the processes."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -62,9 +63,16 @@ def test_an_app_may_depend_on_this_package_and_on_installed_plugins(plugin, tmp_
     assert prepared(tmp_path, clients=2)
 
 
-def test_an_app_whose_plugin_is_not_installed_says_what_to_install(tmp_path):
-    (tmp_path / "pyproject.toml").write_text('[project]\ndependencies = ["flower-ext-no"]\n')
-    with pytest.raises(InvalidValue, match="pip install flower-ext-no, or ./plugins/no"):
+@pytest.mark.parametrize(
+    ("dependency", "advice"),
+    [
+        ("flower-ext-no", "pip install flower-ext-no, or ./plugins/no in"),
+        ("flower-ext-no[all]>=0.1", "pip install 'flower-ext-no[all]', or './plugins/no[all]' in"),
+    ],
+)
+def test_an_app_whose_plugin_is_not_installed_says_what_to_install(dependency, advice, tmp_path):
+    (tmp_path / "pyproject.toml").write_text(f'[project]\ndependencies = ["{dependency}"]\n')
+    with pytest.raises(InvalidValue, match=re.escape(advice)):
         prepared(tmp_path, clients=2)
     assert prepared(tmp_path, superlink="far")  # whose machines have other packages
 

@@ -66,7 +66,11 @@ EVERY = [
     if block.kind in SHELL
     for command in commands(block)
 ]
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+# The project files with extras that pages install, each with the words before an extra.
+EXTRAS = {
+    "pyproject.toml": r"(?:flower-ext|'\.|\.whl)",
+    "plugins/pretrained/pyproject.toml": r"(?:flower-ext-|\./plugins/)pretrained",
+}
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
@@ -115,15 +119,14 @@ def test_every_target_of_make_that_a_page_names_is_one():
     assert [(block.name, word) for block, word in named if word not in TARGETS] == []
 
 
-def test_every_extra_that_a_page_installs_is_one():
+@pytest.mark.parametrize("project", EXTRAS)
+def test_every_extra_that_a_page_installs_is_one(project):
     text = "\n".join(page.read_text() for page in pages())
-    named = {
-        e
-        for extras in re.findall(r"(?:flower-ext|'\.|\.whl)\[([a-z,]+)\]", text)
-        for e in extras.split(",")
-    }
-    assert named <= set(EXTRAS)
-    assert len(named) > 3
+    lists = re.findall(rf"{EXTRAS[project]}\[([a-z,]+)\]", text)
+    named = {extra for extras in lists for extra in extras.split(",")}
+    known = tomllib.loads((ROOT / project).read_text())["project"]["optional-dependencies"]
+    assert named <= set(known)
+    assert len(named) > 1
 
 
 # The source distribution has no benchmarks.

@@ -36,9 +36,9 @@ from flower_ext.privacy import (
     ReleasePlan,
     privacy_loss_of,
 )
-from flower_ext.privacy.accounting.calibration import calibrate_rounds
 from flower_ext.runs import RunWriter
 from flower_ext.training import LocalTraining, Task, UnshareableModel
+from tests.support.losses import most_rounds
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder, Tampering
 from tests.support.worlds import FEATURES, Net, client_data, initial, task
@@ -376,7 +376,7 @@ def test_bad_replies_are_refused_counted_and_dropouts_for_the_plan(tmp_path):
 def test_the_run_stops_cleanly_at_its_budget_and_sends_nothing_beyond(tmp_path):
     sampling = PoissonSampling(CLIENTS, 0.5)
     the_plan = plan(sampling=sampling, noise_multiplier=4.0)
-    fitting = calibrate_rounds(epsilon=0.4, delta=0.1, sampling=sampling, noise_multiplier=4.0)
+    fitting = most_rounds(epsilon=0.4, delta=0.1, sampling=sampling, noise_multiplier=4.0)
     assert 1 <= fitting < 30
     ledger = Ledger(tmp_path / "ledger.jsonl", budget=Budget(epsilon=0.4, delta=0.1))
     grid = Recorder(average_app(), num_clients=CLIENTS)

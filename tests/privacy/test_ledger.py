@@ -24,8 +24,8 @@ from flower_ext.privacy import (
     PoissonSampling,
     Release,
 )
-from flower_ext.privacy.accounting.calibration import calibrate_rounds
 from tests.support.grids import grid
+from tests.support.losses import most_rounds
 
 SAMPLING = PoissonSampling(100, 0.1)
 RELEASE = Release(
@@ -91,7 +91,7 @@ def test_a_reserved_release_is_spent_whatever_follows(tmp_path):
 
 def test_the_budget_stops_before_anything_is_written(tmp_path):
     path = tmp_path / "ledger.jsonl"
-    fitting = calibrate_rounds(epsilon=1.0, delta=1e-2, sampling=SAMPLING, noise_multiplier=1.0)
+    fitting = most_rounds(epsilon=1.0, delta=1e-2, sampling=SAMPLING, noise_multiplier=1.0)
     ledger = Ledger(path, budget=Budget(epsilon=1.0, delta=1e-2))
     for number in range(fitting):
         with ledger.reserve(RELEASE, server_round=number):

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from flower_ext.data import ClientData, Examples
-from flower_ext.training import Features
+from flower_ext_pretrained.features import Features
 
 WIDTH = 6
 

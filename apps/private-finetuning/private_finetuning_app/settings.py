@@ -62,9 +62,7 @@ class Settings(
     num_users: Count = setting("uldp-avg-w: number of users; each record gets one at random")
 
     # The pretrained model of pictures
-    backbone: str = setting(
-        "efficientnet-lite0 (extra pretrained, nothing to download), or torchvision:NAME"
-    )
+    backbone: str = setting("efficientnet-lite0 (nothing to download), or torchvision:NAME")
     weights: AbsolutePath = setting(
         "absolute path of the backbone's state_dict; empty: the one of its package"
     )

@@ -12,8 +12,9 @@ from flower_ext.data import ClientData, Examples, SiloData, partition, split
 from flower_ext.federation import node_settings
 from flower_ext.privacy import seeded_generator
 from flower_ext.runs.settings import absolute_path
-from flower_ext.training import Features, Task
+from flower_ext.training import Task
 from flower_ext.training.models import HeadedModel
+from flower_ext_pretrained.features import Features
 from private_finetuning_app.pictures import Pictures
 from private_finetuning_app.settings import Settings
 from private_finetuning_app.texts import Texts

@@ -1,13 +1,13 @@
 """Texts of a file that the user names, and the pretrained transformer that reads them.
 
-Texts need the plug-in flower-ext-language, which also adds LoRA to the transformer.
+The plug-in flower-ext-pretrained loads the transformer, and adds LoRA to it. It needs its extra
+``text``.
 """
 
 import csv
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +82,6 @@ class Texts:
                 "run-config text-model='': expected the absolute path of a folder with a model and "
                 "its tokenizer, as save_pretrained writes them, or a name on the hub"
             )
-        if find_spec("flower_ext_language") is None:
-            raise UnfitSetting(
-                "run-config dataset='text' needs a plug-in: pip install flower-ext-language, or "
-                "./plugins/language in a checkout"
-            )
         return cls(
             file=file,
             labels=labels,
@@ -139,7 +134,7 @@ class Texts:
 
         ``lora_only_b`` is explained in `with_lora`.
         """
-        from flower_ext_language.hugging_face import with_lora
+        from flower_ext_pretrained.hugging_face import with_lora
 
         encoder = self.frozen()
         encoder.model = with_lora(encoder.model, rank=self.lora_rank, only_b=self.lora_only_b)
@@ -169,6 +164,6 @@ def _rows(path: Path) -> list[tuple[str, str]]:
 
 def _loaded(kind: str, model: str, **options: Any) -> Any:
     """Return a part of the pretrained model, loaded once per process."""
-    from flower_ext_language.hugging_face import pretrained
+    from flower_ext_pretrained.hugging_face import pretrained
 
     return pretrained(kind, model, setting="text-model", **options)

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.files import write_whole
 from flower_ext.runs import RunDirectory
-from flower_ext_language.hugging_face import pretrained
+from flower_ext_pretrained.hugging_face import pretrained
 from private_lm_app.public_trial import public_examples
 from private_lm_app.settings import Settings
 from private_lm_app.task import base_of, task_of

@@ -18,7 +18,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import configured
 from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.training import Job, Task, difference, train
-from flower_ext_language.hugging_face import pretrained
+from flower_ext_pretrained.hugging_face import pretrained
 from private_lm_app.python_text import public_text
 from private_lm_app.settings import Settings
 from private_lm_app.texts import Text, encoded, padded

@@ -11,8 +11,8 @@ from flower_ext.data import ClientData
 from flower_ext.federation import node_settings
 from flower_ext.runs.settings import absolute_path
 from flower_ext.training import Task
-from flower_ext_language.hugging_face import causal_model, pretrained, with_lora
-from flower_ext_language.next_token import (
+from flower_ext_pretrained.hugging_face import causal_model, pretrained, with_lora
+from flower_ext_pretrained.next_token import (
     LanguageModel,
     exact_match,
     next_token_loss,

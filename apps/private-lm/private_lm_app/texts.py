@@ -26,7 +26,7 @@ import torch
 from flower_ext.data import ClientData, DataNotFound, Examples, SiloData
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.privacy import seeded_generator
-from flower_ext_language.next_token import IGNORED
+from flower_ext_pretrained.next_token import IGNORED
 from private_lm_app.python_text import private_functions
 
 log = getLogger("flwr")

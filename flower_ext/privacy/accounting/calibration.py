@@ -1,6 +1,6 @@
-"""Find the noise, the number of rounds or the sampling rate that meets a target (ε, δ).
+"""Find the least noise that meets a target (ε, δ).
 
-Every search errs on the safe side: with its result, the accountant's ε never exceeds the target.
+The search errs on the safe side: with its result, the accountant's ε never exceeds the target.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.events import Release
-from flower_ext.privacy.accounting.sampling import PoissonSampling, Sampling
+from flower_ext.privacy.accounting.sampling import Sampling
 from flower_ext.privacy.units import NeighboringRelation
 
 MAX_NOISE_MULTIPLIER = 1e6
-MAX_ROUNDS = 10_000_000
 _LEAST_NOISE = 1e-3
 """The search for less noise stops near this noise multiplier: so little noise hides no unit."""
 
@@ -57,7 +56,8 @@ def calibrate_noise_multiplier(
     ValueError
         ``epsilon`` is not above 0, ``delta`` is outside (0, 1), or ``rounds`` is below 1.
     """
-    _check_target(epsilon, rounds)
+    require_positive("epsilon", epsilon)
+    require_at_least_one("rounds", rounds)
     relation = relation or sampling.default_relation
     others = Counter(besides or {})
     if (alone := privacy_loss_of(others, delta=delta).epsilon) > epsilon:
@@ -69,7 +69,8 @@ def calibrate_noise_multiplier(
 
     def fits(noise_multiplier: float) -> bool:
         release = Release(sampling=sampling, noise_multiplier=noise_multiplier, relation=relation)
-        return _meets(epsilon, delta, others + Counter({release: rounds}))
+        releases = others + Counter({release: rounds})
+        return privacy_loss_of(releases, delta=delta).epsilon <= epsilon
 
     target = f"epsilon={epsilon!r} at delta={delta!r} over {rounds} rounds"
     return least_noise_multiplier(fits, target, tolerance=tolerance)
@@ -96,91 +97,14 @@ def least_noise_multiplier(
     unsafe = safe / 2
     while fits(unsafe) and unsafe > _LEAST_NOISE:
         safe, unsafe = unsafe, unsafe / 2
-    return _bisect(fits, safe=safe, unsafe=unsafe, tolerance=tolerance)
+    return bisect(fits, safe=safe, unsafe=unsafe, tolerance=tolerance)
 
 
-def calibrate_rounds(
-    *,
-    epsilon: float,
-    delta: float,
-    sampling: Sampling,
-    noise_multiplier: float,
-    relation: NeighboringRelation | None = None,
-) -> int:
-    """Return the largest number of rounds that meets the target; 0 if not even one round does.
+def bisect(fits: Callable[[float], bool], *, safe: float, unsafe: float, tolerance: float) -> float:
+    """Return a value that ``fits`` accepts, at most the fraction ``tolerance`` from one it rejects.
 
-    A result below 65,536 is exact. A larger result may be too small by a thousandth of itself, but
-    it is never too large. If more than half of `MAX_ROUNDS` rounds meet the target, the result may
-    be smaller still, because the search ends there.
+    It lies between ``safe``, which ``fits`` accepts, and ``unsafe``, which ``fits`` rejects.
     """
-    _check_target(epsilon, rounds=1)
-    release = Release(
-        sampling=sampling,
-        noise_multiplier=noise_multiplier,
-        relation=relation or sampling.default_relation,
-    )
-
-    safe, unsafe = 0, 1
-    while _meets(epsilon, delta, {release: unsafe}):
-        safe, unsafe = unsafe, 2 * unsafe
-        if unsafe > MAX_ROUNDS:
-            return safe
-    exact = unsafe <= 100_000  # for more rounds, an exact search takes too long
-    while unsafe - safe > (1 if exact else safe // 1000):
-        middle = (safe + unsafe) // 2
-        meets = _meets(epsilon, delta, {release: middle})
-        safe, unsafe = (middle, unsafe) if meets else (safe, middle)
-    return safe
-
-
-def calibrate_sampling_rate(
-    *,
-    epsilon: float,
-    delta: float,
-    population: int,
-    noise_multiplier: float,
-    rounds: int,
-) -> float:
-    """Return the largest Poisson sampling rate that meets the target, or raise `TargetOutOfReach`.
-
-    The result may be too small by a thousandth of itself, but it is never too large.
-    """
-    _check_target(epsilon, rounds)
-
-    def fits(rate: float) -> bool:
-        release = Release(
-            sampling=PoissonSampling(population, rate),
-            noise_multiplier=noise_multiplier,
-            relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
-        )
-        return _meets(epsilon, delta, {release: rounds})
-
-    if fits(1.0):
-        return 1.0
-    safe, unsafe = 0.5, 1.0
-    while not fits(safe):
-        safe, unsafe = safe / 2, safe
-        if safe * population < 1e-3:
-            raise TargetOutOfReach(
-                f"epsilon={epsilon!r} at delta={delta!r} is out of reach with "
-                f"noise_multiplier={noise_multiplier!r} over {rounds} rounds; raise "
-                "noise_multiplier, epsilon or delta"
-            )
-    return _bisect(fits, safe=safe, unsafe=unsafe, tolerance=1e-3)
-
-
-def _check_target(epsilon: float, rounds: int) -> None:
-    require_positive("epsilon", epsilon)
-    require_at_least_one("rounds", rounds)
-
-
-def _meets(epsilon: float, delta: float, releases: Mapping[Release, int]) -> bool:
-    return privacy_loss_of(releases, delta=delta).epsilon <= epsilon
-
-
-def _bisect(
-    fits: Callable[[float], bool], *, safe: float, unsafe: float, tolerance: float
-) -> float:
     while abs(safe - unsafe) > tolerance * max(safe, unsafe):
         middle = (safe + unsafe) / 2
         safe, unsafe = (middle, unsafe) if fits(middle) else (safe, middle)

@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from flwr.clientapp import ClientApp
@@ -106,9 +107,10 @@ def import_slow_modules() -> None:
     import dp_accounting  # noqa: F401
     import torch._dynamo  # noqa: F401
 
-    if "flower_ext_language.hugging_face" in sys.modules:
-        import peft  # noqa: F401
-        import transformers  # noqa: F401
+    if "flower_ext_pretrained.hugging_face" in sys.modules:
+        with suppress(ImportError):  # the app's own error names the extra to install
+            import peft  # noqa: F401
+            import transformers  # noqa: F401
 
 
 def _advice(reason: str) -> str:

@@ -11,10 +11,10 @@ import typer
 
 from flower_ext.cli.screen import console, titled_table
 from flower_ext.privacy import PrivacyUnit, epsilon_text
-from flower_ext.privacy.accounting.calibration import MAX_ROUNDS
 from flower_ext.privacy.guarantee import large_delta
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import dp2_fedsam_theorem2
 from flower_ext_planner.comparison import Row, compare_accountings, default_delta
+from flower_ext_planner.rounds_and_rates import MAX_ROUNDS
 
 _SIGNS = {
     "epsilon": "ε",

@@ -20,11 +20,7 @@ from flower_ext.privacy import (
     privacy_loss_of,
     size_for_rate,
 )
-from flower_ext.privacy.accounting.calibration import (
-    calibrate_rounds,
-    calibrate_sampling_rate,
-    least_noise_multiplier,
-)
+from flower_ext.privacy.accounting.calibration import least_noise_multiplier
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.group_privacy import group_loss
 from flower_ext.privacy.guarantee import Basis
@@ -33,10 +29,8 @@ from flower_ext.privacy.theorems.dp2_fedsam_theorem import (
     dp2_fedsam_theorem2,
     dp2_fedsam_theorem2_noise_multiplier,
 )
-from flower_ext.privacy.theorems.uldp_group_theorem import (
-    group_loss_by_conversion,
-    group_loss_by_renyi,
-)
+from flower_ext_planner.rounds_and_rates import calibrate_rounds, calibrate_sampling_rate
+from flower_ext_planner.uldp_lemmas import group_loss_by_conversion, group_loss_by_renyi
 
 _LONGEST = 2_000
 """Largest number of rounds for which a strategy matrix is computed, within a second."""

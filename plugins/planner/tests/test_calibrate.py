@@ -10,11 +10,8 @@ from flower_ext.privacy.theorems.dp2_fedsam_theorem import (
     dp2_fedsam_theorem2,
     dp2_fedsam_theorem2_noise_multiplier,
 )
-from flower_ext.privacy.theorems.uldp_group_theorem import (
-    group_loss_by_conversion,
-    group_loss_by_renyi,
-)
 from flower_ext_planner.calibrate import noise_text
+from flower_ext_planner.uldp_lemmas import group_loss_by_conversion, group_loss_by_renyi
 from tests.support.commands import call, unboxed
 from tests.support.grids import grid
 

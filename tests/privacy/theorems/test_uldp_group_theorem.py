@@ -1,6 +1,4 @@
-"""Group privacy by the lemmas of Uldp-FL, as published and as it holds."""
-
-import math
+"""Group privacy by Theorem 4 of Uldp-FL, as published and as it holds."""
 
 import dp_accounting
 import numpy as np
@@ -11,11 +9,9 @@ from flower_ext.privacy import DpSgd
 from flower_ext.privacy.accounting.group_privacy import group_loss
 from flower_ext.privacy.accounting.renyi import sampled_gaussian_renyi
 from flower_ext.privacy.theorems.assumptions import OWN_GRADIENTS
-from flower_ext.privacy.theorems.uldp_group_theorem import (
-    uldp_group_guarantees,
-)
+from flower_ext.privacy.theorems.uldp_group_theorem import uldp_group_guarantees
 from tests.support.grids import grid
-from tests.support.group_losses import DELTA, FIGURE_2, SMALL, conversion, renyi, tight
+from tests.support.group_losses import DELTA, FIGURE_2, SMALL
 from tests.support.guarantees import by_basis
 
 
@@ -50,45 +46,7 @@ def test_the_published_epsilon_of_small_losses_uses_the_largest_orders():
     assert published(small, 2).epsilon == pytest.approx(0.1492, abs=5e-5)
 
 
-@pytest.mark.parametrize(
-    ("group_size", "provable"), [(8, 98.79), (16, 545.6), (32, 3_267), (64, 20_107)]
-)
-def test_figure_2_at_the_orders_for_which_lemma_9_holds(group_size, provable):
-    assert renyi(FIGURE_2, group_size) == pytest.approx(provable, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    "silo", grid([SMALL, FIGURE_2], lambda silo: silo is FIGURE_2), ids=["small", "figure 2"]
-)
-def test_larger_groups_lose_more_and_the_tight_bound_is_below_both_lemmas(silo):
-    before = 0.0
-    for group_size in (1, 2, 3, 5, 8, 20):
-        epsilon = tight(silo, group_size)
-        assert before < epsilon <= min(renyi(silo, group_size), conversion(silo, group_size))
-        before = epsilon
-
-
-def test_lemma_9_rounds_the_group_up_never_down():
-    for group_size, covering in ((3, 4), (5, 8), (33, 64)):
-        assert renyi(FIGURE_2, group_size) == renyi(FIGURE_2, covering)
-
-
-def test_lemma_8_is_what_a_search_for_the_records_delta_finds():
-    group_size, orders = 5, np.arange(2, 400)
-    curve = renyi_of(SMALL, orders)
-
-    def of_one_record(log_delta):
-        return (curve + np.log1p(-1 / orders) - (log_delta + np.log(orders)) / (orders - 1)).min()
-
-    low, high = -1e5, math.log(DELTA)
-    for _ in range(200):
-        middle = (low + high) / 2
-        group = math.log(group_size) + (group_size - 1) * of_one_record(middle) + middle
-        low, high = (middle, high) if group < math.log(DELTA) else (low, middle)
-    assert conversion(SMALL, group_size) == pytest.approx(group_size * of_one_record(low), rel=1e-6)
-
-
-def test_lemmas_without_sampling_are_gaussian_and_the_limit_of_sampling():
+def test_divergences_without_sampling_are_gaussian_and_the_limit_of_sampling():
     everyone = DpSgd(noise_multiplier=4.0, sampling_rate=1.0, steps=7)
     nearly = DpSgd(noise_multiplier=4.0, sampling_rate=1 - 1e-9, steps=7)
     orders = [2, 3, 10, 60]

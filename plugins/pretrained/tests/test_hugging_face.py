@@ -1,11 +1,13 @@
 """Pretrained causal models and LoRA: what would train on noise is refused by name."""
 
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from flower_ext.training import Task
-from flower_ext_language.hugging_face import causal_model, with_lora
+from flower_ext_pretrained.hugging_face import causal_model, pretrained, with_lora
 from tests.support.pretrained import save_causal
 
 
@@ -91,3 +93,17 @@ def test_a_trainable_name_that_matches_no_adapter_is_refused(base):
     task = Task(model=lambda: lora(base), data=lambda client: None, trainable=("*.lora_C",))
     with pytest.raises(ValueError, match=r"trainable='\*\.lora_C' names no parameter"):
         task.initial_params(0)
+
+
+@pytest.mark.parametrize(
+    ("library", "call"),
+    [
+        ("transformers", lambda: pretrained("AutoConfig", "no-folder", setting="base")),
+        ("peft", lambda: with_lora(torch.nn.Linear(2, 2), rank=1, only_b=True)),
+    ],
+)
+def test_a_missing_library_is_named_with_the_extra_that_has_it(library, call, monkeypatch):
+    monkeypatch.setitem(sys.modules, library, None)
+    advice = r"pip install 'flower-ext-pretrained\[text\]', or './plugins/pretrained\[text\]' in"
+    with pytest.raises(ValueError, match=f"{library} is not installed: {advice}"):
+        call()

@@ -9,8 +9,8 @@ import torch
 from flower_ext.data import Examples
 from flower_ext.training import ClippedGradient, Job, LocalTraining, train, train_each
 from flower_ext.training.trials.trainings import why_state_is_shared
-from flower_ext_language.hugging_face import with_lora
-from flower_ext_language.next_token import LanguageModel, next_token_loss
+from flower_ext_pretrained.hugging_face import with_lora
+from flower_ext_pretrained.next_token import LanguageModel, next_token_loss
 from tests.support.jobs import problem
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

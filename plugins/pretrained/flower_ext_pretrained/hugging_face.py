@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from copy import deepcopy
 from functools import cache
+from importlib import import_module
 from typing import Any, cast
 
 from torch import nn
 
 from flower_ext.errors import InvalidValue
+from flower_ext.plugins import how_to_install
 from flower_ext.training.models.factory import tied_names
-
-# Each function imports the library that it needs, because both take seconds to import.
 
 
 @cache
@@ -23,11 +23,11 @@ def pretrained(kind: str, folder: str, *, setting: str, **options: Any) -> Any:
     Raises
     ------
     InvalidValue
-        There is no such model or tokenizer; the message names ``setting``.
+        There is no such model or tokenizer, and the message names ``setting``; or Transformers is
+        not installed.
     """
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
+    transformers = _imported("transformers")
+    transformers.utils.logging.disable_progress_bar()
     try:
         return getattr(transformers, kind).from_pretrained(folder, **options)
     except (OSError, ValueError) as error:  # no folder with a model, and no download
@@ -86,10 +86,9 @@ def with_lora(
     ------
     InvalidValue
         ``targets`` names a layer that is not linear, that does not exist, or that is tied to
-        another.
+        another; or PEFT is not installed.
     """
-    import peft
-
+    peft = _imported("peft")
     names: str | list[str] = targets
     if targets != "all-linear":  # for "all-linear", PEFT finds the layers, and leaves out the head
         names = [*filter(None, targets.split(","))]
@@ -101,6 +100,18 @@ def with_lora(
         if only_b and ".lora_A." in name:
             parameter.requires_grad_(False)
     return adapted
+
+
+def _imported(library: str) -> Any:
+    """Import Transformers or PEFT. Each takes seconds, so only the functions that need it do so."""
+    try:
+        return import_module(library)
+    except ModuleNotFoundError as error:
+        if error.name != library:
+            raise
+        raise InvalidValue.tellable(
+            f"{library} is not installed: {how_to_install('flower-ext-pretrained[text]')}"
+        ) from error
 
 
 def _refuse_unknown(model: nn.Module, names: list[str]) -> None:

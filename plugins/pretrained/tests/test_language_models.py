@@ -6,8 +6,8 @@ import torch
 from flower_ext.data import Examples
 from flower_ext.training import ClippedGradient, Task
 from flower_ext.training.dp.passes import Way
-from flower_ext_language.hugging_face import with_lora
-from flower_ext_language.next_token import IGNORED, LanguageModel, next_token_loss
+from flower_ext_pretrained.hugging_face import with_lora
+from flower_ext_pretrained.next_token import IGNORED, LanguageModel, next_token_loss
 from tests.support.grids import grid
 from tests.support.reference.clipped_gradient import by_loop
 

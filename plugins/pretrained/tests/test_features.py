@@ -14,8 +14,9 @@ from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
-from flower_ext.training import Features, LocalTraining, Task
+from flower_ext.training import LocalTraining, Task
 from flower_ext.training.models.calls import UnlikeTypes
+from flower_ext_pretrained.features import Features
 from tests.support.fronts import WIDTH, Front, count_of, images
 
 CLIENTS = 3
@@ -117,7 +118,7 @@ def test_features_in_the_folder_are_not_computed_by_another_object(tmp_path):
 SECOND_PROCESS = """
 import sys
 from pathlib import Path
-from flower_ext.training import Features
+from flower_ext_pretrained.features import Features
 from tests.support.fronts import Front, count_of, images
 features = Features(Front, images, Path(sys.argv[1]))
 print(count_of(features), features(0).train.features.double().sum().item())

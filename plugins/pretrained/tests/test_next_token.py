@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, log_softmax
 
-from flower_ext_language.next_token import (
+from flower_ext_pretrained.next_token import (
     IGNORED,
     LanguageModel,
     exact_match,
