@@ -206,7 +206,7 @@ def choose() -> Drawing:
     ask(690, 690, "small convex model,\nexact minimiser")
     leaf(690, "Hosted(FedProx), upcycled\nPerturbationPlan")
     ask(758, 690, "first measure: does training\nalone do as well?")
-    leaf(758, "DPDitto(global_weight=0)\nshares nothing, spends nothing", GREEN)
+    leaf(758, "DPDitto, λ = 0, local epochs = 0\nshares nothing, spends nothing", GREEN)
     return d
 
 
