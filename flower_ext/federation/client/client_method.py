@@ -69,7 +69,7 @@ class ClientWork:
         asks for no such sum. The arguments are the number of users in all silos together, and the
         clipping norm of a user's update.
     draw_users : Callable[[PoissonSampling], list[int]]
-        Returns the users that all silos draw for this round; a second call raises an error.
+        Returns the users that all silos draw for this round, the same at every call.
     """
 
     method: ClientMethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -89,8 +89,9 @@ def assign(
             request.training_round,
             request.received,
         ),
-        draw_users=partial(
-            draw_users, task, draws_vault(context, method.name), run, request.training_round
+        # Cached, because a silo whose work fails does it again without data, for the same users.
+        draw_users=cache(
+            partial(draw_users, task, draws_vault(context, method.name), run, request.training_round)
         ),
     )
     return Assignment(work=work, request=request, policy=policy, store=store)
