@@ -195,15 +195,13 @@ class LocalResult:
 class Question:
     """A question that the server asks outside the rounds, and the data to answer it with.
 
-    ``values`` are the settings in the question, by name. ``training`` are the phases of local
-    training in the question, by name. ``draw_fingerprint`` returns the fingerprint of the key with
-    which silos draw users (see `user_draws`).
+    ``values`` are the settings in the question, by name. ``draw_fingerprint`` returns the
+    fingerprint of the key with which silos draw users (see `user_draws`).
     """
 
     task: Task
     data: ClientData
     values: Mapping[str, Any]
-    training: Mapping[str, LocalTraining]
     draw_fingerprint: Callable[[], bytes]
 
 

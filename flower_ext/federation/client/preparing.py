@@ -61,7 +61,7 @@ def assign(
     data = checked_data(task, request, partition)
     context, keeps = policy.context, method.keeps_memory
     store = ClientMemory(context, method.name, request.run) if keeps else None
-    run = (request.run, context.run_id)
+    run, draws = (request.run, context.run_id), draws_vault(context, method.name)
     work = ClientWork(
         method=method,
         task=task,
@@ -90,9 +90,7 @@ def assign(
             request.received,
         ),
         # Cached, because a silo whose work fails does it again without data, for the same users.
-        draw_users=cache(
-            partial(draw_users, task, draws_vault(context, method.name), run, request.training_round)
-        ),
+        draw_users=cache(partial(draw_users, task, draws, run, request.training_round)),
     )
     return Assignment(work=work, request=request, policy=policy, store=store)
 
