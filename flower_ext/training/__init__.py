@@ -27,7 +27,6 @@ from flower_ext.training.batched.many import (
     attempt_groups,
     train_each,
     train_groups,
-    trains_one_by_one,
 )
 from flower_ext.training.dp.dp_sgd import ClippedGradient, DpSgdTraining, train_dp_sgd
 from flower_ext.training.isolation import products_are_reproducible
@@ -86,7 +85,6 @@ __all__ = [
     "train_dp_sgd",
     "train_each",
     "train_groups",
-    "trains_one_by_one",
     "untagged",
 ]
 

@@ -21,7 +21,6 @@ from flower_ext.training import (
     evaluate,
     train_groups,
 )
-from flower_ext.training.batched.many import trains_one_by_one
 from tests.support.jobs import (
     SGD,
     WAYS,
@@ -80,7 +79,6 @@ def test_many_trees_train_as_packed_tensors_in_a_batch(which, batch_invariant):
     trained_models = train_groups(task, jobs, batch_invariant=batch_invariant)
     ours = {group[0]: {n: p[0] for n, p in rows.items()} for group, rows in trained_models}
     same([ours[index] for index in range(len(sizes))], train_many(PACKED, theirs))
-    assert trains_one_by_one(task, jobs[0].examples, SGD)
 
 
 def test_trees_are_grouped_by_form_whatever_the_order_of_their_names():

@@ -33,7 +33,7 @@ from typing import Literal
 import numpy as np
 
 from flower_ext.algorithms.uldp.plan_checks import check_silos_can_draw, sums_of_users
-from flower_ext.algorithms.uldp.silo_answers import ONE_BY_ONE, answer_server, ask_silos
+from flower_ext.algorithms.uldp.silo_answers import answer_server, ask_silos
 from flower_ext.algorithms.uldp.silo_training import UsersTotal, WeightedTotal, users_training
 from flower_ext.algorithms.uldp.weights import (
     DISCLOSURES,
@@ -187,10 +187,9 @@ class UldpAvg(Method):
         """
         mechanism = connected.summation.mechanism
         brings_weights = connected.summation.brings_weights
-        one_by_one, histogram = ask_silos(
+        histogram = ask_silos(
             connected.clients,
             mechanism.sampling.population,
-            trainings=self.training,
             histogram=self.weighting == "by-records" and not brings_weights,
             silos_draw=self.user_draw == "silos",
         )
@@ -198,7 +197,7 @@ class UldpAvg(Method):
             cells = mechanism.clipping_norm / mechanism.masked.cell / self.num_silos
             _warn_of_rounding(cells, connected.model)
         weights = {} if brings_weights else {WEIGHTS: user_weights(self.weighting, histogram)}
-        return state.updated(server={SILOS: {ONE_BY_ONE: one_by_one, **weights}})
+        return state.updated(server={SILOS: weights})
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
         """Return the cohort with the weights of its users for each silo (line 5 of Algorithm 4).
@@ -242,12 +241,11 @@ class UldpAvg(Method):
         self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
     ) -> list[Guarantee]:
         """Return the guarantee of Theorem 5, and a provable guarantee against each adversary."""
-        apart = state.server.get(SILOS, {}).get(ONE_BY_ONE, np.empty(0, dtype=bool))
         sums, terms = sums_of_users(summation.mechanism), summation.terms
         if self.user_draw == "silos":
             by_silos = drawn_by_silos(sums, run.participations.rounds)
             terms = replace(terms, hidden_draw=by_silos)
-        return uldp_avg_guarantees(sums, run, terms, one_by_one=apart.tolist())
+        return uldp_avg_guarantees(sums, run, terms)
 
 
 @dataclass(frozen=True, kw_only=True)

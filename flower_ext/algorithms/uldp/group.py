@@ -170,9 +170,7 @@ class UldpGroup(Method):
         """Ask the silos for users' numbers of records; fix k and the limits for the whole run."""
         if RECORD_LIMITS in state.server:
             return state  # a resumed run keeps its limits
-        _, counts = ask_silos(
-            connected.clients, self.num_users, trainings=self.training, histogram=True
-        )
+        counts = ask_silos(connected.clients, self.num_users, histogram=True)
         k = size_of(counts, self.group_size)
         limits = limit_contributions(counts, k, connected.generator("limits"))
         chosen = {BY_USER: limits.astype(np.int32), "k": np.asarray(k)}

@@ -1,8 +1,6 @@
-"""The silos' answers before the first round: how they train users, and whose records they hold."""
+"""The silos' answers before the first round: whose records they hold, and how they draw users."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -14,26 +12,23 @@ from flower_ext.federation import Clients, Question, RefusedReply, records
 from flower_ext.federation.client.user_draws import FINGERPRINT_BYTES
 from flower_ext.federation.replies import read_answer
 from flower_ext.federation.roster import FederationNotReady
-from flower_ext.training import LocalTraining, Params, trains_one_by_one
+from flower_ext.training import Params
 
-HISTOGRAM, ONE_BY_ONE, FINGERPRINT = "histogram", "one-by-one", "draw-fingerprint"
+HISTOGRAM, FINGERPRINT = "histogram", "draw-fingerprint"
 MOST_RECORDS = 2**40
 """Largest number of records of one user in one silo, so that sums over silos stay exact."""
 
 
 def answer_server(question: Question) -> Params:
-    """Tell the server, for the guarantee, whether this silo trains its users one by one.
+    """Check that each record has a user, and send the facts for which the server asks.
 
-    The silo sends two further facts only if the server asks for them: each user's number of
-    records, and the fingerprint of the key from which silos draw users.
+    These are each user's number of records, and the fingerprint of the key from which silos draw
+    users. If the server asks for neither, the answer is empty and reveals nothing, not even whether
+    the silo has a record.
     """
-    num_users, examples = int(question.values[NUM_USERS]), question.data.train
+    num_users = int(question.values[NUM_USERS])
     owners = owned(question.data, num_users).owners
-    apart = len(examples) > 0 and any(
-        trains_one_by_one(question.task, examples, training)
-        for training in question.training.values()
-    )
-    answer = {ONE_BY_ONE: torch.tensor(int(apart))}
+    answer = {}
     if question.values[HISTOGRAM]:
         answer[HISTOGRAM] = torch.bincount(owners.cpu().long(), minlength=num_users)
     if question.values[FINGERPRINT]:
@@ -45,25 +40,20 @@ def ask_silos(
     clients: Clients,
     num_users: int,
     *,
-    trainings: Mapping[str, LocalTraining],
     histogram: bool,
     silos_draw: bool = False,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Ask each silo whether it trains its users one by one, and how many records each user has.
+) -> np.ndarray:
+    """Let each silo check whose records it holds, and ask how many records each user has.
 
     Parameters
     ----------
-    trainings : Mapping[str, LocalTraining]
-        Trainings to ask about. The answer depends on the silo's machine.
     histogram : bool
-        True to ask for the numbers of records as well.
+        True to ask for the numbers of records.
     silos_draw : bool
         True to check that all silos draw the same users in each round.
 
     Returns
     -------
-    numpy.ndarray
-        bool (silos,): True for a silo that trains its users one by one.
     numpy.ndarray
         n_{s,u} as int64 (silos, users); of shape (silos, 0) without ``histogram``.
 
@@ -74,12 +64,12 @@ def ask_silos(
         silos that draw the users have different keys. The message names the silo.
     """
     question = ConfigRecord({NUM_USERS: num_users, HISTOGRAM: histogram, FINGERPRINT: silos_draw})
-    content = {records.QUESTION: question, **records.training_records(trainings)}
+    content = {records.QUESTION: question}
     answers = clients.ask_all(
         dict.fromkeys(clients.nodes, content),
         lambda reply: read_silo_answer(reply, num_users if histogram else 0, silos_draw),
     )
-    one_by_one, counts, keys = zip(*(answers[silo] for silo in sorted(answers)), strict=True)
+    counts, keys = zip(*(answers[silo] for silo in sorted(answers)), strict=True)
     for silo, key in zip(sorted(answers), keys, strict=True):
         if key != keys[0]:
             raise FederationNotReady(
@@ -87,20 +77,16 @@ def ask_silos(
                 "or their versions of NumPy differ: give all silos the same key, which "
                 "`flower-ext link key` writes, and the same version of NumPy"
             )
-    return np.array(one_by_one), np.stack(counts)
+    return np.stack(counts)
 
 
-def read_silo_answer(
-    reply: Message, num_users: int, silos_draw: bool
-) -> tuple[bool, np.ndarray, bytes]:
-    """Return a silo's three answers: if it trains users one by one, its counts, and its key."""
+def read_silo_answer(reply: Message, num_users: int, silos_draw: bool) -> tuple[np.ndarray, bytes]:
+    """Return a silo's answers: its counts and the fingerprint of its key, each empty if unasked."""
     arrays = read_answer(reply)
     optional = {HISTOGRAM: num_users > 0, FINGERPRINT: silos_draw}
-    expected = {ONE_BY_ONE, *(name for name, is_expected in optional.items() if is_expected)}
+    expected = {name for name, is_expected in optional.items() if is_expected}
     if set(arrays) != expected:
         raise RefusedReply(f"arrays {sorted(arrays)}: expected {sorted(expected)}")
-    if arrays[ONE_BY_ONE].shape != () or arrays[ONE_BY_ONE].dtype.kind not in "biu":
-        raise RefusedReply(f"{ONE_BY_ONE!r}: expected a single boolean, or 0 or 1")
     counts = arrays.get(HISTOGRAM, np.empty(0, dtype=np.int64))
     if counts.shape != (num_users,) or counts.dtype.kind not in "iu":
         raise RefusedReply(f"{HISTOGRAM!r}: expected {num_users} integers")
@@ -109,4 +95,4 @@ def read_silo_answer(
     key = arrays.get(FINGERPRINT, np.empty(0, dtype=np.uint8))
     if key.dtype != np.uint8 or key.shape != ((FINGERPRINT_BYTES,) if silos_draw else (0,)):
         raise RefusedReply(f"{FINGERPRINT!r}: expected {FINGERPRINT_BYTES} bytes")
-    return bool(arrays[ONE_BY_ONE]), counts.astype(np.int64), key.tobytes()
+    return counts.astype(np.int64), key.tobytes()

@@ -69,7 +69,7 @@ class ClientWork:
         asks for no such sum. The arguments are the number of users in all silos together, and the
         clipping norm of a user's update.
     draw_users : Callable[[PoissonSampling], list[int]]
-        Returns the users that all silos draw for this round; a second call raises an error.
+        Returns the users that all silos draw for this round, the same at every call.
     """
 
     method: ClientMethod
@@ -195,15 +195,13 @@ class LocalResult:
 class Question:
     """A question that the server asks outside the rounds, and the data to answer it with.
 
-    ``values`` are the settings in the question, by name. ``training`` are the phases of local
-    training in the question, by name. ``draw_fingerprint`` returns the fingerprint of the key with
-    which silos draw users (see `user_draws`).
+    ``values`` are the settings in the question, by name. ``draw_fingerprint`` returns the
+    fingerprint of the key with which silos draw users (see `user_draws`).
     """
 
     task: Task
     data: ClientData
     values: Mapping[str, Any]
-    training: Mapping[str, LocalTraining]
     draw_fingerprint: Callable[[], bytes]
 
 

@@ -142,7 +142,6 @@ class ClientSide:
             task=task,
             data=_data(task, message, policy.partition),
             values=dict(message.content.config_records[records.QUESTION]),
-            training=records.read_trainings(message.content),
             draw_fingerprint=partial(
                 draw_fingerprint, task, draws_vault(context, self.method.name)
             ),

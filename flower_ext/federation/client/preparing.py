@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -61,7 +61,7 @@ def assign(
     data = checked_data(task, request, partition)
     context, keeps = policy.context, method.keeps_memory
     store = ClientMemory(context, method.name, request.run) if keeps else None
-    run = (request.run, context.run_id)
+    run, draws = (request.run, context.run_id), draws_vault(context, method.name)
     work = ClientWork(
         method=method,
         task=task,
@@ -89,9 +89,8 @@ def assign(
             request.training_round,
             request.received,
         ),
-        draw_users=partial(
-            draw_users, task, draws_vault(context, method.name), run, request.training_round
-        ),
+        # Cached, because a silo whose work fails does it again without data, for the same users.
+        draw_users=cache(partial(draw_users, task, draws, run, request.training_round)),
     )
     return Assignment(work=work, request=request, policy=policy, store=store)
 

@@ -74,6 +74,16 @@ OF_SILOS = (
     "silos train, clip and add noise as instructed, and do not collude",
     assumptions.ON_A_GRID,
 )
+_OF_BATCHES = (
+    "users of a silo train one by one, or in batches where a plug-in promises that no bit of a "
+    "user's model depends on other users, or a trial with random users on the silo's machine found "
+    "no such bit (evidence, not proof)"
+)
+"""The assumption about users whose models train together.
+
+It is the same for all runs: a silo that has no records cannot say how it would train users, so its
+answer would show whether it has any.
+"""
 _NOT_HELD = "ε covers only those of a user's records that no colluding silo holds"
 _NO_SECURE_SUM_OF_SILOS = (
     f"secure aggregation, {assumptions.NOT_PROVIDED}: the server sees no silo's upload"
@@ -112,22 +122,6 @@ def _hidden_sum(mechanism: NoisedSum, terms: SumTerms) -> tuple[str, ...]:
     if mechanism.secure_sum is None:
         return (assumptions.WHOLE_UPLOADS, terms.secure_sum or _NO_SECURE_SUM_OF_SILOS)
     return (*assumptions.of_secure_sum(mechanism), _NOT_HELD)
-
-
-def _of_batches(one_by_one: Sequence[bool]) -> tuple[str, ...]:
-    """Return the assumption about users whom a silo trains together in one batch, if any."""
-    if all(one_by_one):
-        return ("users train one by one",) if one_by_one else ()
-    where, others = "all silos", ""
-    if any(one_by_one):
-        together = (str(silo) for silo, alone in enumerate(one_by_one) if not alone)
-        where = f"silos {', '.join(together)}"
-        others = "; in the other silos they train one by one"
-    return (
-        f"users train in batches in {where}, where a plug-in promises that no bit of a user's "
-        "model depends on other users, or a trial with random users on the silo's machine found no "
-        f"such bit (evidence, not proof){others}",
-    )
 
 
 @lru_cache(maxsize=256)
@@ -195,8 +189,6 @@ def uldp_avg_guarantees(
     mechanism: NoisedSum,
     run: RunSummary,
     terms: SumTerms,
-    *,
-    one_by_one: Sequence[bool] = (),
 ) -> list[Guarantee]:
     """Return the guarantees of ULDP-AVG and ULDP-SGD: Theorem 5, and a provable one for each view.
 
@@ -217,15 +209,13 @@ def uldp_avg_guarantees(
     terms : SumTerms
         Assumptions about the sum. If silos draw the users, ``hidden_draw`` is the text of
         `drawn_by_silos`.
-    one_by_one : Sequence[bool]
-        The answer of each silo: True if it trains its users one by one, and not in batches.
     """
     claims = user_claims(
         mechanism.delta,
         *_parties(mechanism),
         "a user's weights depend on that user's records alone and sum to at most 1 over the silos",
         "a user's training uses that user's records and the model, and nothing of other users",
-        *_of_batches(one_by_one),
+        _OF_BATCHES,
         assumptions.of_noise(run.secure_noise),
         *mechanism.assumptions,
         not_covered=run.not_covered,

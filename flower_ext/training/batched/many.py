@@ -28,11 +28,9 @@ from functools import lru_cache, partial
 from logging import getLogger
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from flower_ext import plugins
-from flower_ext.data import Examples, trees
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.constant_shape import (
     ConstantShape,
@@ -43,7 +41,7 @@ from flower_ext.training.batched.constant_shape import (
 from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form, longest_first
 from flower_ext.training.batched.stack import Stacked
 from flower_ext.training.isolation import isolated
-from flower_ext.training.job import SGD, Job, LocalTraining
+from flower_ext.training.job import SGD, Job
 from flower_ext.training.kind import TrainingKind, kind_of
 from flower_ext.training.local import train
 from flower_ext.training.params import Params
@@ -61,8 +59,6 @@ R = TypeVar("R")
 Work = TypeVar("Work", bound=Job)
 
 log = getLogger("flwr")
-
-_TYPICAL_ROWS = 32
 
 
 def attempt_groups(
@@ -194,19 +190,6 @@ def train_groups(
         model = train(task, members[0], trained=trained)
         # Copies, because untrained parameters may be the job's own.
         yield group, {name: p.clone().unsqueeze(0) for name, p in model.items()}
-
-
-def trains_one_by_one(task: Task, example: Examples, training: LocalTraining) -> bool:
-    """Return True if `train_groups` with ``batch_invariant`` trains models like these one by one.
-
-    Only shapes and types of ``example`` matter. The answer may differ for other mini-batch sizes.
-    """
-    rows = min(training.batch_size, _TYPICAL_ROWS)
-    examples = Examples(*trees.zeros((example.features, example.targets), rows))
-    params, generator = task.initial_params(0), torch.Generator()
-    job = Job(params=params, examples=examples, training=training, generator=generator)
-    ((_, form),) = assign_forms(task, [job], MEMORY_LIMIT, batch_invariant=True)
-    return form is None
 
 
 def assign_forms(

@@ -20,6 +20,7 @@ from flower_ext.privacy import (
     FullParticipation,
     PoissonSampling,
 )
+from flower_ext.training import LocalTraining
 from tests.support.grids import grid
 from tests.support.silos import (
     COMMON,
@@ -30,6 +31,7 @@ from tests.support.silos import (
     USERS,
     plan,
     silo,
+    silos,
     task,
 )
 from tests.support.strategies import strategy_of
@@ -239,3 +241,22 @@ def test_an_empty_draw_of_users_is_a_round_of_noise():
     assert any(not torch.equal(moved[n], start[n]) for n in start)
     assert strategy.participations.rounds == ROUNDS
     assert strategy.participations.in_sums == 0
+
+
+def test_no_answer_before_the_first_round_shows_whether_a_silo_holds_a_record():
+    """With equal weights, the server asks for nothing that depends on the data."""
+
+    def answers(data):
+        training = LocalTraining(epochs=1, optimizer="AdamW")  # trains users one by one
+        strategy = strategy_of(UldpAvg, plan=plan(), local=training, **COMMON, evaluate_every=0)
+        grid = Recorder(strategy.method.client_app(task(data), allow_seeded_noise=True), SILOS)
+        strategy.start(grid, ArrayRecord(task().initial_params(SEED)), num_rounds=1)
+        asked = [m for m in grid.received if m.metadata.message_type == "query.uldp_avg"]
+        assert len(asked) == SILOS
+        sent = [repr(records.to_arrays(message.content[records.ANSWER])) for message in asked]
+        return sent, [guarantee.statement() for guarantee in strategy.guarantees()]
+
+    usual = silos()
+    alone = usual[2].without({*range(USERS)} - {5})  # user 5 has the silo for itself
+    assert len(alone.train)
+    assert answers([*usual[:2], alone]) == answers([*usual[:2], alone.without([5])])

@@ -6,6 +6,7 @@ from flwr.app import ArrayRecord
 
 from flower_ext.algorithms.uldp import UldpAvg, UldpSgd
 from flower_ext.algorithms.uldp.weights import SAMPLED, USER_WEIGHTS
+from flower_ext.data import SiloData
 from flower_ext.federation import FederatedStrategy, FederationNotReady, records
 from flower_ext.privacy import (
     AdversaryView,
@@ -122,6 +123,23 @@ def test_a_server_that_repeats_a_round_with_another_model_is_refused():
     grid, _ = run(strategy, grid=SentAgain(app, SILOS), rounds=2)
     (reply,) = grid.again
     assert "has drawn users up to round 2:" in reply.error.reason
+    assert strategy.refusals == []
+
+
+def test_a_silo_whose_work_fails_after_the_draw_hides_that(monkeypatch):
+    """The silo does its work again without data, and must not look like one that repeats a draw."""
+    real, failed = SiloData.by_user, []
+
+    def by_user(self):
+        if len(self.owners) and not failed:
+            failed.append(self)
+            raise RuntimeError("a record is odd")
+        return real(self)
+
+    monkeypatch.setattr(SiloData, "by_user", by_user)
+    strategy = strategy_that_draws(local=LOCAL)
+    run(strategy)
+    assert len(failed) == 1
     assert strategy.refusals == []
 
 

@@ -12,7 +12,7 @@ from flower_ext.training import Job, LocalTraining, cox_loss
 from flower_ext.training.batched import many
 from flower_ext.training.batched.constant_shape import SIZES as STACKS
 from flower_ext.training.batched.constant_shape import ConstantStack, Shape
-from flower_ext.training.batched.many import train_groups, trains_one_by_one
+from flower_ext.training.batched.many import train_groups
 from flower_ext.training.isolation import products_are_reproducible
 from tests.support.grids import grid
 from tests.support.jobs import (
@@ -241,7 +241,6 @@ def squared(outputs, targets):
 def test_models_that_could_mix_or_gain_nothing_train_one_by_one(model, loss):
     task, jobs = problem(model, loss), jobs_of(model, [SGD], UNEVEN)
     assert max(trained(task, jobs)[1]) == 1
-    assert trains_one_by_one(task, jobs[0].examples, SGD)
 
 
 def test_the_number_of_threads_is_as_before(monkeypatch):
