@@ -3,6 +3,7 @@
 import json
 import stat
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from flwr.app import ArrayRecord
@@ -12,6 +13,7 @@ from flower_ext.algorithms.uldp import (
     UldpAvg,
     UldpSgd,
 )
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     FederationNotReady,
     InProcessGrid,
@@ -24,11 +26,13 @@ from flower_ext.privacy import (
     gaussian_loss,
 )
 from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
+from flower_ext.runs import RunWriter
 from flower_ext.secure.weighting import protocol as protocols
 from flower_ext.secure.weighting.paillier_silo import PaillierOpenSum
 from tests.support.imported_anew import run_anew
 from tests.support.plans import mechanism_of
 from tests.support.private_silos import (
+    EVERY,
     SMALL,
     FreshProcesses,
     Owned,
@@ -106,6 +110,25 @@ def test_what_encoding_and_dither_add_to_the_sensitivity_is_paid_for(tmp_path):
     assert views[AdversaryView.SUM_ONLY] == pytest.approx(expected)
     assert views[AdversaryView.RELEASED_MODELS] == pytest.approx(expected)
     assert ledger.spent(1e-5).epsilon == pytest.approx(expected)
+
+
+@EVERY
+def test_a_resumed_run_sets_up_new_keys_and_counts_the_rounds_of_both_processes(protocol, tmp_path):
+    privately = partial(make, protocol=protocol)
+
+    def of(directory, rounds, make_run=privately):
+        start(strategy := make_run(directory=directory), rounds=rounds)
+        directory.close()
+        assert strategy.refusals == []
+        return strategy
+
+    start(whole := privately(), rounds=3)
+    of(RunWriter.create(tmp_path / "run", {}), 1)
+    resumed = of(RunWriter.resume(tmp_path / "run"), 3)
+    epsilons = [[one.epsilon for one in each.guarantees()] for each in (resumed, whole)]
+    assert epsilons[0] == epsilons[1]
+    with pytest.raises(InvalidValue, match="expected the plan with which it began, .*private weig"):
+        of(RunWriter.resume(tmp_path / "run"), 4, make_openly)
 
 
 def test_a_resumed_run_counts_the_larger_sensitivity_of_both_set_ups():
