@@ -17,6 +17,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     FederationNotReady,
     InProcessGrid,
+    recorded,
 )
 from flower_ext.privacy import (
     AdversaryView,
@@ -27,14 +28,17 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
 from flower_ext.runs import RunWriter
+from flower_ext.runs.settings import UnfitSetting
 from flower_ext.secure.weighting import protocol as protocols
 from flower_ext.secure.weighting.paillier_silo import PaillierOpenSum
 from tests.support.imported_anew import run_anew
+from tests.support.least_squares import Died
 from tests.support.plans import mechanism_of
 from tests.support.private_silos import (
     EVERY,
     SMALL,
     FreshProcesses,
+    Meddler,
     Owned,
     difference,
     make,
@@ -129,6 +133,22 @@ def test_a_resumed_run_sets_up_new_keys_and_counts_the_rounds_of_both_processes(
     assert epsilons[0] == epsilons[1]
     with pytest.raises(InvalidValue, match="expected the plan with which it began, .*private weig"):
         of(RunWriter.resume(tmp_path / "run"), 4, make_openly)
+
+
+def test_a_run_that_died_in_its_first_round_does_not_go_on_with_another_sum(tmp_path):
+    """Without a checkpoint, its recorded settings alone tell the two runs apart."""
+    for strategy, error, match in (
+        (make(), Died, ""),
+        (make_openly(), UnfitSetting, r"sum='PlainSum' \(it began with 'private weighting"),
+    ):
+        app = strategy.method.client_app(task(), allow_seeded_noise=True)
+        grid = Meddler(app, num_clients=SILOS, meddle=die, groups=("1",))
+        with pytest.raises(error, match=match or None):
+            recorded(strategy, tmp_path / "run").start(grid, ArrayRecord(task().initial_params(0)))
+
+
+def die(replies, grid):
+    raise Died
 
 
 def test_a_resumed_run_counts_the_larger_sensitivity_of_both_set_ups():
