@@ -326,6 +326,7 @@ def _identity(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) 
         "plan": type(run.plan).__name__,
         "planned-rounds": plan.pop("rounds", 0),
         **plan,
+        "sum": run.summation.describe() or type(run.summation).__name__,
         "parameters": sum(array.numpy().size for array in arrays.values()),
         **of_method,
         **{n: value for n, value in _fields(run.options).items() if n not in incidental},

@@ -143,11 +143,13 @@ class TrainingRound:
     def ask(self, config: ConfigRecord) -> Iterable[Message]:
         """Draw the cohort, record the privacy cost on disk, and return the messages to the cohort.
 
-        If the round would exceed the budget, raise `BudgetExhausted`, and send nothing.
+        If the round would exceed the budget, or the rounds that the sums permit, raise
+        `BudgetExhausted`, and send nothing.
         """
         run, training_round, server_round = self.run, self.training_round, self.server_round
         if training_round == 1:
             rehearse(run, config)
+        run.summation.check_round(training_round)
         # The ε of a noised sum assumes that nobody knows the cohort, so no seed may determine it.
         secret = run.mechanism.release is not None and not run.repeats
         rng = secure_generator() if secret else run.options.generator("cohort", training_round)

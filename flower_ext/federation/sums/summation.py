@@ -176,6 +176,15 @@ class Summation(ABC):
         """
         return {}
 
+    def check_round(self, number: int) -> None:  # noqa: B027 - by default any
+        """Refuse a training round beyond those that the sums permit; by default, permit all.
+
+        Raises
+        ------
+        BudgetExhausted
+            The message gives the reason.
+        """
+
     @abstractmethod
     def open(self, opening: Opening) -> OpenSum:
         """Begin the sum of one round.

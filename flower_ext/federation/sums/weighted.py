@@ -35,14 +35,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from flwr.app import ArrayRecord, Message
 
-from flower_ext.errors import FlowerExtError, IncompleteRound, InvalidValue
+from flower_ext.errors import FlowerExtError, IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.federation import records
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.records import Arrays, Update, bytes_record, shaped, single_message
 from flower_ext.federation.replies import RefusedReply, read_answer, read_metrics
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
-from flower_ext.privacy import AdversaryView, FullParticipation
+from flower_ext.privacy import AdversaryView, BudgetExhausted, FullParticipation
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum, refuse_spoiled
 from flower_ext.privacy.mechanisms.round_mechanism import (
     Aggregate,
@@ -169,6 +169,13 @@ class WeightedSum(Summation):
         _converse(server.set_up(), clients)
         self.server, self.keys_lost = server, False
         return {"setup_seconds": time.monotonic() - started}
+
+    def check_round(self, number: int) -> None:
+        """Refuse a round whose number is above the most rounds of the protocol's settings."""
+        try:
+            self.server.settings.check_round(number, number - 1)
+        except ProtocolError as limit:
+            raise BudgetExhausted(f"the weighted sum permits no more rounds: {limit}") from None
 
     def open(self, opening: Opening) -> OpenSum:
         """Encrypt the weights of the round's users.

@@ -44,6 +44,7 @@ from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 _SOURCE = "Yin et al., Upcycled-FL, Theorem"
+_ENDS = "training ends without an error, with finite numbers, whatever the records are"
 NEGLIGIBLE_DISTANCE = 1e-8
 """Distance (L2) below which a minimiser counts as exact, since floating point allows no better."""
 _ROUNDINGS = 4
@@ -304,7 +305,11 @@ def _output_guarantees(
     published, provable = _columns(by_client)
     sizes = [run.num_examples.get(client) for client in by_client]
     reason, conditions = _sensitivity_of_all(perturbation, objective, sizes)
-    claims = _claims(run, delta, arithmetic=assumptions.ON_A_GRID)
+    moves = [clipped_model_sensitivity(perturbation, objective, size) for size in sizes]
+    # A client whose training fails sends the received model, far from the minimiser of its
+    # neighbour. Only the diameter of the ball, 2τ, bounds that distance.
+    ends = (_ENDS,) if min(moves, default=math.inf) < 2 * perturbation.clipping_norm else ()
+    claims = _claims(run, delta, *ends, arithmetic=assumptions.ON_A_GRID)
     largest = max(provable, default=0.0)
     return [
         claims.published(
@@ -338,8 +343,7 @@ def _objective_guarantees(
     claims = _claims(
         run,
         0.0,
-        # Training adds the noise, so a client must not send a model whose training failed.
-        "training ends without an error, with finite numbers, whatever the records are",
+        _ENDS,  # training adds the noise, so a client must not send a model whose training failed
         arithmetic="floating point acts like real numbers (not proven against attacks on "
         "low-order bits)",
     )

@@ -17,7 +17,9 @@ from flower_ext.privacy import (
     Ledger,
     gaussian_loss,
 )
+from flower_ext.privacy.account_entries import RESERVE
 from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
+from flower_ext.runs import RunWriter
 from flower_ext_lattice import LatticeWeighting
 from plugins.lattice.tests.private_runs import (
     EVERYONE,
@@ -242,6 +244,19 @@ def test_a_resumed_run_counts_the_larger_costs_of_both_set_ups():
     sums.restore(earlier.state())
     assert strategy.run.mechanism.sensitivity == 1.2
     assert strategy.run.mechanism.approximation_error == 1e-7
+
+
+def test_a_run_ends_before_a_round_that_the_settings_do_not_permit_and_spends_nothing_on_it(
+    tmp_path,
+):
+    """A resumed run may have made a round more than planned, since it counts the abandoned one."""
+    directory = RunWriter.create(tmp_path / "run", {})
+    strategy = lattice_of(ledger=directory.open_ledger())
+    start(strategy, rounds=ROUNDS + 1)
+    directory.close()
+    assert f"expected at most rounds={ROUNDS}" in strategy.stopped
+    assert strategy.participations.rounds == ROUNDS
+    assert sum(entry["kind"] == RESERVE for entry in directory.ledger()) == ROUNDS
 
 
 @pytest.mark.parametrize(

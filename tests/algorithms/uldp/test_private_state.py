@@ -3,6 +3,7 @@
 import json
 import stat
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from flwr.app import ArrayRecord
@@ -12,9 +13,11 @@ from flower_ext.algorithms.uldp import (
     UldpAvg,
     UldpSgd,
 )
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     FederationNotReady,
     InProcessGrid,
+    recorded,
 )
 from flower_ext.privacy import (
     AdversaryView,
@@ -24,13 +27,18 @@ from flower_ext.privacy import (
     gaussian_loss,
 )
 from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
+from flower_ext.runs import RunWriter
+from flower_ext.runs.settings import UnfitSetting
 from flower_ext.secure.weighting import protocol as protocols
 from flower_ext.secure.weighting.paillier_silo import PaillierOpenSum
 from tests.support.imported_anew import run_anew
+from tests.support.least_squares import Died
 from tests.support.plans import mechanism_of
 from tests.support.private_silos import (
+    EVERY,
     SMALL,
     FreshProcesses,
+    Meddler,
     Owned,
     difference,
     make,
@@ -106,6 +114,41 @@ def test_what_encoding_and_dither_add_to_the_sensitivity_is_paid_for(tmp_path):
     assert views[AdversaryView.SUM_ONLY] == pytest.approx(expected)
     assert views[AdversaryView.RELEASED_MODELS] == pytest.approx(expected)
     assert ledger.spent(1e-5).epsilon == pytest.approx(expected)
+
+
+@EVERY
+def test_a_resumed_run_sets_up_new_keys_and_counts_the_rounds_of_both_processes(protocol, tmp_path):
+    privately = partial(make, protocol=protocol)
+
+    def of(directory, rounds, make_run=privately):
+        start(strategy := make_run(directory=directory), rounds=rounds)
+        directory.close()
+        assert strategy.refusals == []
+        return strategy
+
+    start(whole := privately(), rounds=3)
+    of(RunWriter.create(tmp_path / "run", {}), 1)
+    resumed = of(RunWriter.resume(tmp_path / "run"), 3)
+    epsilons = [[one.epsilon for one in each.guarantees()] for each in (resumed, whole)]
+    assert epsilons[0] == epsilons[1]
+    with pytest.raises(InvalidValue, match="expected the plan with which it began, .*private weig"):
+        of(RunWriter.resume(tmp_path / "run"), 4, make_openly)
+
+
+def test_a_run_that_died_in_its_first_round_does_not_go_on_with_another_sum(tmp_path):
+    """Without a checkpoint, its recorded settings alone tell the two runs apart."""
+    for strategy, error, match in (
+        (make(), Died, ""),
+        (make_openly(), UnfitSetting, r"sum='PlainSum' \(it began with 'private weighting"),
+    ):
+        app = strategy.method.client_app(task(), allow_seeded_noise=True)
+        grid = Meddler(app, num_clients=SILOS, meddle=die, groups=("1",))
+        with pytest.raises(error, match=match or None):
+            recorded(strategy, tmp_path / "run").start(grid, ArrayRecord(task().initial_params(0)))
+
+
+def die(replies, grid):
+    raise Died
 
 
 def test_a_resumed_run_counts_the_larger_sensitivity_of_both_set_ups():

@@ -283,6 +283,13 @@ def test_rounding_to_a_models_precision_is_within_the_sensitivity(norm, dtype):
         )
 
 
+def test_a_bound_by_the_minimiser_assumes_that_training_finds_it_whatever_the_records_are():
+    """A client whose training fails sends the received model, up to 2τ from a neighbour's model."""
+    for objective, is_assumed in ((KNOWN, True), (replace(KNOWN, convex=False), False)):
+        _, provable = pair(OUTPUT, objective)
+        assert any("training ends" in text for text in provable.assumptions) == is_assumed
+
+
 def test_seeded_noise_is_named_as_simulation():
     for secure, word in ((True, "cryptographic generator"), (False, "SIMULATION")):
         _, provable = pair(OUTPUT, secure_noise=secure)
