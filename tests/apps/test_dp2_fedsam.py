@@ -38,6 +38,7 @@ def run(path, **overrides):
 
 
 @pytest.mark.report
+@pytest.mark.figures
 @pytest.mark.parametrize("method", grid(METHODS, {"dp2-fedsam", "fedbn", "fedavg"}.__contains__))
 def test_every_method_leaves_a_complete_run_directory(method, tmp_path):
     run_ = run(tmp_path / "run", method=method)
