@@ -251,7 +251,7 @@ def test_kill_9_at_any_moment_never_undercounts_what_was_released(tmp_path, kill
         worker = context.Process(target=_release_for_ever, args=(ledger_path, witness_path))
         worker.start()
         while True:
-            time.sleep(moments.uniform(0.002, 0.03))
+            time.sleep(moments.uniform(0.001, 0.01))
             os.kill(worker.pid, signal.SIGSTOP)
             os.waitpid(worker.pid, os.WUNTRACED)
             has_released = _lines(witness_path) > released
