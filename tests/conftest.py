@@ -40,14 +40,15 @@ gc.set_threshold(200_000, 20, 20)
 def without_report(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """End runs of this process without their report, unless a test is marked ``report``.
 
-    Drawing the figures of a report takes longer than a small run. So a report or a comparison that
-    the test itself asks for has no figures either.
+    Drawing the figures of a report takes longer than a small run. So reports and comparisons have
+    no figures, even if the test itself asks for them, unless the test is marked ``figures``.
     """
     from flower_ext import runs
     from flower_ext.runs import comparison, report
 
     if request.node.get_closest_marker("report") is None:
         monkeypatch.setattr(runs, "write_report", lambda run: run.path)
+    if request.node.get_closest_marker("figures") is None:
         monkeypatch.setattr(report, "draw_figures", lambda run, folder: {})
         monkeypatch.setattr(comparison, "_figures", lambda groups, folder: {})
 

@@ -14,6 +14,7 @@ MOST_WORDS = 12
 OLD_WORDS = re.compile(r"_(told|goes_on|who|own|nor|speaks_of|company|all_the_same)(_|$)")
 OLD_VARIABLES = frozenset({"heard", "own", "told", "who"})
 RIDDLE = re.compile(r"\s*(What|How|Whether|Who|Whose|That of|Those of)\b")
+QUOTED_RIDDLE = re.compile(r"['\"]" + RIDDLE.pattern)
 
 
 def docstrings(source: str) -> Iterator[str]:
@@ -27,18 +28,21 @@ def docstrings(source: str) -> Iterator[str]:
 
 def openings(source: str) -> list[str]:
     """Return the first lines of the docstrings that begin as a riddle does."""
+    if not QUOTED_RIDDLE.search(source):  # parsing all modules takes a second
+        return []
     return [text.splitlines()[0] for text in docstrings(source) if RIDDLE.match(text)]
 
 
 def names_to_change(source: str) -> list[str]:
     """Return the names of tests with an old word, or with too many words."""
-    functions = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
-    names = [function.name for function in functions if function.name.startswith("test_")]
+    names = re.findall(r"^ *def (test_\w+)", source, re.MULTILINE)
     return [name for name in names if OLD_WORDS.search(name) or name.count("_") > MOST_WORDS]
 
 
 def variables_to_change(source: str) -> list[str]:
     """Return the variables and arguments whose name does not say what they hold."""
+    if OLD_VARIABLES.isdisjoint(re.findall(r"\w+", source)):
+        return []
     nodes = list(ast.walk(ast.parse(source)))
     names = [n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     names += [node.arg for node in nodes if isinstance(node, ast.arg)]

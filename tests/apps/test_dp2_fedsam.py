@@ -38,9 +38,10 @@ def run(path, **overrides):
 
 
 @pytest.mark.report
+@pytest.mark.figures
 @pytest.mark.parametrize("method", grid(METHODS, {"dp2-fedsam", "fedbn", "fedavg"}.__contains__))
 def test_every_method_leaves_a_complete_run_directory(method, tmp_path):
-    run_ = run(tmp_path / "run", method=method)
+    run_ = run(tmp_path / "run", method=method, noise_multiplier=1.0)
     files = {p.name for p in run_.path.iterdir()}
     expected = {"run.json", "metrics.jsonl", "model.safetensors", "clients.csv", "guarantee.json"}
     assert expected | {"report.md", "report.html", "figures"} <= files

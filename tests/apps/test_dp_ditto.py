@@ -30,6 +30,7 @@ def run(path, **overrides):
 
 
 @pytest.mark.report
+@pytest.mark.figures
 @pytest.mark.parametrize(
     "method",
     grid(

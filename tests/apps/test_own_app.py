@@ -16,6 +16,7 @@ def run(path, **settings):
 
 
 @pytest.mark.report
+@pytest.mark.figures
 def test_an_app_from_scratch_trains_privately_and_leaves_a_report(tmp_path):
     done = run(tmp_path / "run", sampling="everyone")  # whose noise takes no seconds to find
     assert done.status == "completed"

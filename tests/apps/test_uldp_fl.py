@@ -29,6 +29,7 @@ def run(path, **overrides):
 
 
 @pytest.mark.report
+@pytest.mark.figures
 @pytest.mark.parametrize(
     "method",
     # A run of uldp-sgd-private is compared with one of plain weights below.

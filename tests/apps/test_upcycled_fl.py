@@ -50,6 +50,7 @@ def run(path, **overrides):
 
 
 @pytest.mark.report
+@pytest.mark.figures
 @pytest.mark.parametrize("method", grid(METHODS, "scaffold".__eq__))
 def test_upcycling_a_method_sends_half_as_much_in_as_many_rounds(method, tmp_path):
     plain = run(tmp_path / "plain", method=method, upcycled=False)

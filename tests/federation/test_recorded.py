@@ -34,6 +34,7 @@ SEEDED = {"seed": 1, "seeded_noise": True}
 
 
 @pytest.mark.report
+@pytest.mark.figures
 def test_the_directory_holds_all_that_an_app_of_ours_leaves(tmp_path, capsys, caplog):
     caplog.set_level("INFO", logger="flwr")
     run, strategy, result = play(tmp_path / "run", rounds=3)

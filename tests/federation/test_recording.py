@@ -53,6 +53,7 @@ def recorded(path: Path, plan, *, rounds: int = 2, budget: Budget | None = None,
 
 
 @pytest.mark.report
+@pytest.mark.figures
 def test_a_run_leaves_its_configuration_rounds_model_guarantees_clients_and_report(tmp_path):
     run, strategy, result = recorded(tmp_path / "deep" / "run", private_plan(), lr=0.5)
     assert run.path == tmp_path / "deep" / "run"

@@ -61,7 +61,7 @@ def test_markup_in_a_title_stays_text(tmp_path):
     assert "<script>" not in page
 
 
-@pytest.mark.report
+@pytest.mark.figures
 def test_runs_of_unequal_length_are_compared_where_all_measured(tmp_path):
     runs = [finished(tmp_path / name) for name in ("a", "b")]
     runs[1].log(5, accuracy_mean=0.9)
@@ -152,7 +152,7 @@ def test_plain_and_upcycled_runs_are_two_lines_with_their_costs(tmp_path):
     assert f"| 4.5 ({view}) | 0.125 ({view}) |" in upcycled
 
 
-@pytest.mark.report
+@pytest.mark.figures
 def test_costs_are_drawn_against_rounds_and_accuracy_against_messages(tmp_path):
     write_comparison([finished(tmp_path / "a")], tmp_path, title="One")
     drawn = {path.stem for path in (tmp_path / "figures").glob("*.svg")}

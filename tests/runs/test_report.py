@@ -55,7 +55,7 @@ def test_the_report_counts_releases_refusals_and_top_ups(tmp_path):
         assert f"| {fact} | {value} |" in text
 
 
-@pytest.mark.report
+@pytest.mark.figures
 def test_other_scores_than_accuracy_are_shown_over_the_clients_that_have_them(tmp_path):
     run = RunWriter.create(tmp_path / "run", {"method": "uldp-avg", "dataset": "tcga-brca"})
     run.log(1, concordance_mean=0.7, concordance_worst_decile=0.6, loss_worst_decile=2.0)
@@ -77,7 +77,7 @@ def test_other_scores_than_accuracy_are_shown_over_the_clients_that_have_them(tm
     assert svgs == ["concordance", "concordance_spread"]
 
 
-@pytest.mark.report
+@pytest.mark.figures
 def test_the_first_screen_shows_model_quality_and_what_is_proved(tmp_path):
     run = finished(tmp_path / "run")
     write_report(run)
@@ -108,7 +108,7 @@ def test_the_report_warns_of_a_large_delta_beside_epsilon(tmp_path):
     assert re.search(r"> δ = 0.25 is large for 10 clients: it permits publishing", text)
 
 
-@pytest.mark.report
+@pytest.mark.figures
 def test_a_page_fits_small_screens_and_is_read_aloud(tmp_path):
     page = write_report(finished(tmp_path / "run")).read_text(encoding="utf-8")
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
@@ -129,7 +129,7 @@ def test_what_a_guarantee_rests_on_is_folded_until_it_is_asked_for(tmp_path):
     assert page.count("assumes: ") == sum(rest.count("assumes: ") for _, rest in folded) > 0
 
 
-@pytest.mark.report
+@pytest.mark.figures
 def test_every_figure_is_inside_the_page_and_beside_its_numbers(tmp_path):
     run = finished(tmp_path / "run")
     page = write_report(run).read_text(encoding="utf-8")
@@ -145,7 +145,7 @@ def test_every_figure_is_inside_the_page_and_beside_its_numbers(tmp_path):
     assert float(rows[-1]["ε"]) == pytest.approx(1.2)
 
 
-@pytest.mark.report
+@pytest.mark.figures
 def test_the_same_run_draws_the_same_bytes(tmp_path):
     run = finished(tmp_path / "run")
     first = write_report(run).read_bytes()
@@ -159,7 +159,7 @@ def test_markup_in_a_configuration_stays_text(tmp_path):
     assert "&lt;script&gt;" in page
 
 
-@pytest.mark.report
+@pytest.mark.figures
 @pytest.mark.parametrize(
     "name", ["<script>", "a|b", "![a](https://b/c.svg)", "a](/b.svg)", "`a", "*a*", "&lt;", "a\\|b"]
 )
@@ -207,7 +207,7 @@ def test_a_run_that_made_no_round_still_has_a_report(tmp_path):
     assert "No round was completed" in write_report(run).read_text(encoding="utf-8")
 
 
-@pytest.mark.report
+@pytest.mark.figures
 def test_a_comparison_has_a_line_a_method_with_its_spread_over_runs(tmp_path):
     runs = [
         finished(tmp_path / f"{method}-{seed}", method=method, accuracy=0.8 + 0.02 * seed)
@@ -309,7 +309,7 @@ def test_the_worst_tenth_of_a_loss_is_the_largest(tmp_path):
     assert "| worst tenth of clients | 10.0000 |" in text
 
 
-@pytest.mark.report
+@pytest.mark.figures
 def test_all_of_a_run_but_its_model_is_for_its_user_alone(tmp_path):
     """The directory says who was drawn and how many, which amplification needs to be secret."""
     old = os.umask(0o022)
@@ -354,7 +354,7 @@ def secure_run(path, **more):
     return run
 
 
-@pytest.mark.report
+@pytest.mark.figures
 def test_noised_means_are_reported_with_their_errors_and_their_round(tmp_path):
     run = secure_run(tmp_path / "run")
     write_report(run)

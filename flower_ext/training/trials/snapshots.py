@@ -37,12 +37,19 @@ _ATOMS = (
     *(type(None), bool, int, float, complex, str, bytes, type(...)),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
 )
+_EQUAL_TO_ITSELF = frozenset({type(None), bool, int, str, bytes})
+_SEQUENCES = (list, tuple, set, frozenset)
+_CODE = (type, types.FunctionType)
+_BRANCHES = frozenset({*_SEQUENCES, dict, *_CODE, types.MethodType})
+"""Types of most values. A snapshot need not ask for their base classes, which takes long."""
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _SKIPPED = (
     *(types.ModuleType, logging.Logger, weakref.ref, types.BuiltinFunctionType),
     *(types.GenericAlias, types.UnionType),
 )
-_LIBRARIES = ("torch", "numpy", "builtins", "typing", "collections", "functools", "abc", "enum")
+_LIBRARIES = frozenset(
+    {"torch", "numpy", "builtins", "typing", "collections", "functools", "abc", "enum"}
+)
 _DEEPEST = 40
 _GENERATORS = "the global generator of numpy.random or random (draw from torch.rand instead)"
 
@@ -74,13 +81,23 @@ def snapshot(**roots: Any) -> Snapshot:
 
     def read(name: str, value: Any, depth: int) -> None:
         # Read a number or a tensor at each of its places, because these may differ later.
-        if isinstance(value, _ATOMS):
-            values[name] = type(value), repr(value)  # as a text, because NaN is unequal to itself
-        elif isinstance(value, Tensor):
-            values[name] = _checksum(value)
-        elif isinstance(value, _Itself):
-            values[name] = value
-        elif not (isinstance(value, _SKIPPED) or id(value) in seen or depth > _DEEPEST):
+        kind = type(value)
+        if kind in _EQUAL_TO_ITSELF:
+            values[name] = kind, value
+            return
+        if kind not in _BRANCHES:
+            if isinstance(value, _ATOMS):
+                values[name] = kind, repr(value)  # as a text, because NaN is unequal to itself
+                return
+            if isinstance(value, Tensor):
+                values[name] = _checksum(value)
+                return
+            if isinstance(value, _Itself):
+                values[name] = value
+                return
+            if isinstance(value, _SKIPPED):
+                return
+        if id(value) not in seen and depth <= _DEEPEST:
             seen[id(value)] = value
             for part, inner in _parts(name, value, values):
                 read(part, inner, depth + 1)
@@ -173,7 +190,9 @@ def _checksum(tensor: Tensor) -> Hashable:
 
 def _parts(name: str, value: Any, values: Snapshot) -> Iterable[tuple[str, Any]]:
     """Return the places in an object and their contents; add its length, if any, to ``values``."""
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, dict):
+        return _of_mapping(name, value, values)
+    if isinstance(value, _SEQUENCES):
         values[name] = type(value), len(value)
         return [(f"{name}[{number}]", inner) for number, inner in enumerate(value)]
     if isinstance(value, type):
@@ -189,9 +208,15 @@ def _parts(name: str, value: Any, values: Snapshot) -> Iterable[tuple[str, Any]]
     if isinstance(value, torch.Generator):
         return [(name, value.get_state())]
     if isinstance(value, Mapping):
-        values[name] = type(value), len(value)
-        return ((_inner(name, key), inner) for key, inner in [*value.items()])
+        return _of_mapping(name, value, values)
     return _of_object(name, value)
+
+
+def _of_mapping(
+    name: str, mapping: Mapping[Any, Any], values: Snapshot
+) -> Iterable[tuple[str, Any]]:
+    values[name] = type(mapping), len(mapping)
+    return ((_inner(name, key), inner) for key, inner in [*mapping.items()])
 
 
 def _inner(name: str, key: Any) -> str:
@@ -222,12 +247,15 @@ def _of_function(name: str, function: types.FunctionType) -> Iterator[tuple[str,
         yield f"keyword defaults of {name}", function.__kwdefaults__
     if attributes := vars(function):
         yield f"attributes of {name}", attributes
+    variables = function.__globals__
     for variable in _names(code):
-        value = function.__globals__.get(variable)
-        if isinstance(value, type | types.FunctionType):
+        value = variables.get(variable)
+        if value is None:  # most names are those of attributes
+            continue
+        if isinstance(value, _CODE):
             if _is_near(value, function):
                 yield variable, value
-        elif value is not None and not isinstance(value, _SKIPPED):
+        elif not isinstance(value, _SKIPPED):
             yield f"global {variable}", value
 
 
@@ -282,7 +310,7 @@ def _is_near(value: Any, function: types.FunctionType) -> bool:
 def _names(code: types.CodeType) -> tuple[str, ...]:
     """Return the names that a function uses, and the names that functions within it use."""
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return (*code.co_names, *chain.from_iterable(map(_names, inner)))
+    return (*dict.fromkeys((*code.co_names, *chain.from_iterable(map(_names, inner)))),)
 
 
 def _package(module: str | None) -> str:

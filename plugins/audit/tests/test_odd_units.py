@@ -39,7 +39,7 @@ from tests.support.worlds import FEATURES, client_data, initial
 
 SIZE, CLASSES, HUGE, OUT_OF_RANGE = 100, 2, 1e3, 99
 OTHERS, TRIALS, DELTA = 12, 100, 1e-5
-FEW, FEWER = 57, 40
+FEW, FEWER = 57, 34
 """Trials that show μ > 1 by scores that never overlap: without a fault from 56 on, with one 31."""
 CONFIDENCE, OF_A_FAULT = 1 - 1e-6, 0.999
 

@@ -79,14 +79,14 @@ def test_intervals_of_95_percent_cover_the_exact_numbers_that_often(statistic):
     rng = np.random.default_rng(5)
     total = statistic.vectors(patients(740, rng)).sum(axis=0)
     exact = statistic.estimate(total[np.newaxis])[0]
-    stddev, runs = STDDEV * statistic.norm, 300
+    stddev, runs = STDDEV * statistic.norm, 200
     covered = np.zeros(len(exact))
     for _ in range(runs):
         noised = total + stddev * rng.standard_normal(statistic.size)
         estimates = statistic.estimates(noised, stddev, rng)
         ends = np.array([(each.lower, each.upper) for each in estimates])
         covered += (ends[:, 0] <= exact) & (exact <= ends[:, 1])
-    # Five standard deviations of 300 draws at 0.95, and one point for what is not normal.
+    # Five standard deviations of 200 draws at 0.95, and one point for what is not normal.
     assert (np.abs(covered / runs - 0.95) < 5 * (0.95 * 0.05 / runs) ** 0.5 + 0.01).all()
 
 

@@ -27,10 +27,11 @@ import numpy as np
 import flower_ext
 from flower_ext.errors import FlowerExtError
 from flower_ext.files import read_cached, write_cached
-from flower_ext.training.models import dropout
 from flower_ext_kernels.layer_table import SIGNATURES
 
 _HERE = Path(__file__).parent
+# Not imported: PyTorch, which that module needs, takes longer to load than this whole process.
+_DROPOUT = Path(flower_ext.__file__).parent / "training/models/dropout.py"
 _LONGEST = 600.0
 """Longest time for compiling, in seconds, on a machine that is busy with other work."""
 # The code allocates nothing, so functions that count references may be empty.
@@ -131,7 +132,7 @@ def _key() -> str:
     dependencies = [version("numba"), version("llvmlite"), llvm.get_host_cpu_name(), _features()]
     # Every module counts, even one that does not become machine code. A list of those that do could
     # miss a new one, and then its changes would leave outdated code in use.
-    modules = [*sorted(_HERE.glob("*.py")), Path(dropout.__file__)]
+    modules = [*sorted(_HERE.glob("*.py")), _DROPOUT]
     sources = [module.read_bytes() for module in modules]
     return hashlib.sha256(repr((dependencies, sources)).encode()).hexdigest()[:16]
 

@@ -31,7 +31,7 @@ def world(rng):
     return World(weighting_settings(), draw_counts(rng, weighting_settings()))
 
 
-@pytest.mark.parametrize("seed", grid(range(50), lambda seed: seed < 2))
+@pytest.mark.parametrize("seed", grid(range(50), lambda seed: seed < 1))
 def test_the_result_is_the_plain_weighted_sum_within_the_precision(seed):
     """20 rounds in each of 50 random worlds: a thousand cases."""
     rng = np.random.default_rng(seed)
