@@ -305,36 +305,27 @@ def test_a_ledger_that_lacks_releases_ends_a_run_that_would_go_on(tmp_path, kept
 
 FIXED = FixedSizeSampling(population=CLIENTS, size=2)
 PLANS = {
-    "release": (DPFedAvg, plan(), {}),
-    "output": (
-        DPFedAvg,
-        PerturbationPlan(
-            sampling=FIXED,
-            perturbation=OutputPerturbation(clipping_norm=1.0, noise_stddev=2.0),
-            delta=0.01,
-        ),
-        {},
+    "release": plan(),
+    "output": PerturbationPlan(
+        sampling=FIXED,
+        perturbation=OutputPerturbation(clipping_norm=1.0, noise_stddev=2.0),
+        delta=0.01,
     ),
-    "record": (
-        DPFedAvg,
-        RecordLevelPlan.for_target(
-            epsilon=2.0,
-            delta=0.01,
-            sampling=FullParticipation(CLIENTS),
-            num_examples=30,
-            rounds=4,
-            clipping_norm=1.0,
-            basis="provable",
-        ),
-        {},
+    "record": RecordLevelPlan.for_target(
+        epsilon=2.0,
+        delta=0.01,
+        sampling=FullParticipation(CLIENTS),
+        num_examples=30,
+        rounds=4,
+        clipping_norm=1.0,
+        basis="provable",
     ),
 }
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_budget_ends_a_run_before_exceeding_it_also_after_resuming(tmp_path, name):
-    method, plan_settings, more = PLANS[name]
-    options = {"method": method, "plan": plan_settings, "ledger": False, "local": SGD, **more}
+    options = {"method": DPFedAvg, "plan": PLANS[name], "ledger": False, "local": SGD}
     free, _ = play(tmp_path / "free", rounds=3, **{**options, "evaluate_every": 1})
     spent = [row["epsilon_provable"] for row in free.metrics()]
     assert spent == sorted(spent)
@@ -372,10 +363,8 @@ def _with_budget(folder, epsilon, **options):
 
 
 def test_a_calibrated_plan_makes_all_its_rounds_within_its_budget(tmp_path):
-    method, plan_settings, more = PLANS["record"]
-    run, one = _with_budget(
-        tmp_path, 2.0, rounds=6, method=method, plan=plan_settings, ledger=False, local=SGD, **more
-    )
+    options = {"method": DPFedAvg, "plan": PLANS["record"], "ledger": False, "local": SGD}
+    run, one = _with_budget(tmp_path, 2.0, rounds=6, **options)
     assert len(run.metrics()) == 4
     assert "round 5" in one.stopped
 

@@ -38,7 +38,6 @@ def play(
     method=DP2FedSAM,
     ledger: bool = True,
     memory: bool = True,
-    rounds_set: int | None = None,
     budget: Budget | None = None,
     run_budget: Budget | None = None,
     engine: type[InProcessGrid] | None = None,
@@ -52,7 +51,7 @@ def play(
     config = {
         "run-directory": str(folder / "run"),
         "resume": True,
-        "rounds": rounds_set or rounds,
+        "rounds": rounds,
         "seeded": facts["seeded_noise"],
     }
     with recorded_run({**config, "rounds": first_config(config)["rounds"]}, "toy") as run:

@@ -63,7 +63,6 @@ def ditto(plan):
 SUMS = SecureSum(colluding=0.0, dropouts=0.3)
 SETUPS = {
     "discard": lambda: fedavg(released()),
-    "top-up": lambda: fedavg(released()),
     "server": lambda: fedavg(released(noise_placement="server")),
     "secure sum": lambda: fedavg(released(noise_multiplier=1.0, noise_placement=SUMS)),
     "head": lambda: strategy_of(DP2FedSAM, plan=released(), head=FAST, extractor=FAST, **OPTIONS),

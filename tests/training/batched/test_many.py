@@ -195,6 +195,7 @@ def test_an_example_may_have_many_targets(batched):
         return torch.bucketize(job.examples.features, torch.tensor([-0.5, 0.5]))
 
     same(train_many(problem(Tagging), list(jobs())), one_by_one(problem(Tagging), list(jobs())))
+    assert sum(batched) == len(UNEVEN)
 
 
 def double():
@@ -299,6 +300,7 @@ def test_models_in_the_given_jobs_stay_unchanged(batched):
     jobs = jobs_of(Dense, [SGD], ALIKE)
     before = [{n: p.clone() for n, p in job.params.items()} for job in jobs]
     train_many(problem(), jobs)
+    assert sum(batched) == len(ALIKE)
     for job, kept in zip(jobs, before, strict=True):
         assert all(torch.equal(job.params[n], p) for n, p in kept.items())
 
@@ -485,6 +487,7 @@ def test_models_come_batch_by_batch_and_are_those_of_all_at_once(batched):
     }
     ours = [models[index] for index in range(len(sizes))]
     same(ours, train_many(task, jobs_of(Dense, [SGD], sizes)))
+    assert sum(batched) == len(sizes)
 
 
 @pytest.mark.parametrize("model", [Dense, perceptron], ids=["Dense", "perceptron"])

@@ -260,6 +260,7 @@ def test_frozen_norms_stay_and_what_is_below_them_trains(batched):
 
     ours = train_many(task, jobs("a block", [SGD]), trained=trained)
     same(ours, one_by_one(task, jobs("a block", [SGD]), trained))
+    assert sum(batched) == len(UNEVEN)
     for model, job in zip(ours, jobs("a block", [SGD]), strict=True):
         for name, p in model.items():
             assert torch.equal(p, job.params[name]) != trained(name)
