@@ -19,7 +19,6 @@ from flower_ext.privacy import (
     Budget,
     CorrelatedNoise,
     Ledger,
-    ReleasePlan,
     SpacedSampling,
     gaussian_loss,
 )
@@ -28,6 +27,7 @@ from flower_ext.privacy.shared_ledger import total_spent
 from flower_ext.training import LocalTraining, Task
 from tests.support.dying_runs import CLIENTS, Died, DyingGrid, play
 from tests.support.grids import grid
+from tests.support.plans import release_plan
 from tests.support.pulls import ONE_STEP, SIZE, client_data
 from tests.support.travelling import Recorder
 
@@ -35,14 +35,8 @@ SGD = LocalTraining(epochs=1, batch_size=8, learning_rate=0.05)
 
 
 def plan(sampling, rounds, correlation=None, **changes):
-    facts = {"clipping_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-3}
-    return ReleasePlan(
-        sampling=sampling,
-        rounds=rounds,
-        correlation=correlation,
-        noise_placement="server",
-        **{**facts, **changes},
-    )
+    fields = {"clipping_norm": 1.0, "delta": 1e-3, "noise_placement": "server", **changes}
+    return release_plan(CLIENTS, sampling, rounds=rounds, correlation=correlation, **fields)
 
 
 def still(width):

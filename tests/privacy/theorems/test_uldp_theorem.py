@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -13,7 +14,6 @@ from flower_ext.privacy import (
     Guarantee,
     PoissonSampling,
     PrivacyUnit,
-    ReleasePlan,
     SecureSum,
     gaussian_loss,
     privacy_loss_of,
@@ -27,22 +27,12 @@ from flower_ext.privacy.theorems.uldp_theorem import (
     uldp_naive_guarantees,
 )
 from tests.support.guarantees import by_basis
-from tests.support.plans import mechanism_of
+from tests.support.plans import mechanism_of, release_plan
 from tests.support.run_summary import run_summary, worst_case
 
 DELTA = 1e-5
 SILO = DpSgd(noise_multiplier=5.0, sampling_rate=0.05, steps=500)
-
-
-def plan(sampling=None, **changes) -> ReleasePlan:
-    facts = {
-        "sampling": sampling or FullParticipation(100),
-        "clipping_norm": 1.0,
-        "noise_multiplier": 5.0,
-        "rounds": 100,
-        "delta": DELTA,
-    }
-    return ReleasePlan(**{**facts, **changes})
+plan = partial(release_plan, 100, clipping_norm=1.0, noise_multiplier=5.0, rounds=100, delta=DELTA)
 
 
 def provable_by_view(guarantees):
