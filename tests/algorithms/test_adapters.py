@@ -1,6 +1,6 @@
 """Every family of methods trains LoRA adapters of a Hugging Face model, with FFA-LoRA too."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from flower_ext.federation import FederatedStrategy, InProcessGrid
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, ReleasePlan
 from flower_ext.training import DpSgdTraining, LocalTraining, Task, accuracy
 from tests.support.grids import grid
+from tests.support.plans import release_plan
 from tests.support.strategies import group_strategy, strategy_of
 
 CLIENTS, WORDS, LENGTH, RECORDS = 3, 30, 6, 8
@@ -80,9 +81,7 @@ def task(trainable=None) -> Task:
     )
 
 
-def plan(**changes) -> ReleasePlan:
-    facts = {"clipping_norm": 0.5, "noise_multiplier": 0.1, "rounds": 2, "delta": 0.1}
-    return ReleasePlan(**{"sampling": FullParticipation(CLIENTS), **facts, **changes})
+plan = partial(release_plan, CLIENTS, noise_multiplier=0.1, rounds=2)
 
 
 def users() -> ReleasePlan:

@@ -97,7 +97,7 @@ def test_its_shared_model_is_that_of_dp_fedavg_bit_for_bit(plan):
     ours, *_, strategy, _ = run(method, PLANS[plan], task=task())
     theirs, *_ = run(DPFedAvg(local=SGD), PLANS[plan], task=task())
     assert strategy.refusals == []
-    assert all(torch.equal(ours[name], p) for name, p in theirs.items())
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 def diverged(v, w, alpha):
@@ -135,7 +135,8 @@ def test_a_personal_model_that_fails_stays_unchanged_and_moves_no_upload(plan, s
     assert all(np.array_equal(one, other) for one, other in zip(usual, spoiled, strict=True))
     start = task().initial_params(SEED)
     for memory in memories.values():
-        assert all(torch.equal(memory[name], p) for name, p in start.items())
+        personal = {name: memory[name] for name in start}
+        torch.testing.assert_close(personal, start, rtol=0, atol=0)
 
 
 def test_messages_contain_no_personal_model_and_no_weight_of_it():

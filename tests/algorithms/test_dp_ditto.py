@@ -11,6 +11,7 @@ from flower_ext.federation import FederatedStrategy, InProcessGrid, client_app, 
 from flower_ext.privacy import ClippedSteps, FullParticipation, NonPrivatePlan, RecordLevelPlan
 from flower_ext.training import LocalTraining, evaluate, untagged
 from tests.support.grids import grid as grid_of
+from tests.support.personalised import OneByOne
 from tests.support.reference.comparing import close, flat
 from tests.support.reference.dp_ditto import METHODS, federated
 from tests.support.strategies import strategy_of
@@ -83,13 +84,6 @@ NUMBERS = {
 }
 KEPT = {"ditto": "", "pfedme": "", "fedamp": "", "apple": "personal", "fedala": "model"}
 PAIRS = [(m, p) for m in METHODS for p in ("plain", "noised")] + [("ditto", "steps")]
-
-
-class OneByOne(InProcessGrid):
-    """A grid whose clients answer one by one, as on separate nodes."""
-
-    def _answer_here(self, messages):
-        return [super(OneByOne, self)._answer_here([message])[0] for message in messages]
 
 
 def run(strategy, grid=InProcessGrid):

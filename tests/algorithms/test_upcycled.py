@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -53,12 +54,12 @@ from flower_ext.privacy import (
     FullParticipation,
     Ledger,
     NonPrivatePlan,
-    ReleasePlan,
     SecureSum,
     privacy_loss_of,
 )
 from flower_ext.runs import RunWriter
 from flower_ext.training import LocalTraining, evaluate
+from tests.support.plans import release_plan
 from tests.support.strategies import strategy_of
 from tests.support.worlds import client_data, task
 
@@ -377,20 +378,12 @@ def initial(seed=0):
     return ArrayRecord(task().initial_params(seed))
 
 
-def release_plan(**changes):
-    facts = {
-        "sampling": SAMPLING,
-        "clipping_norm": 0.5,
-        "noise_multiplier": 1.0,
-        "rounds": 3,
-        "delta": 0.1,
-    }
-    return ReleasePlan(**{**facts, **changes})
+private_plan = partial(release_plan, NODES, sampling=SAMPLING)
 
 
 def private(method, **options):
     names = ("head", "extractor") if issubclass(method, DP2FedSAM) else ("local",)
-    settings = {"plan": release_plan(), "seed": 3, "seeded_noise": True, "evaluate_every": 0}
+    settings = {"plan": private_plan(), "seed": 3, "seeded_noise": True, "evaluate_every": 0}
     return strategy_of(method, **{**dict.fromkeys(names, FAST), **settings, **options})
 
 
@@ -541,7 +534,7 @@ def test_twice_the_rounds_spend_what_the_base_spends_in_half_of_them(method, tmp
 
 @pytest.mark.parametrize("affordable", [1, 3])
 def test_rounds_continue_until_the_budget_ends_and_return_the_last_model(affordable, tmp_path):
-    plan = release_plan()
+    plan = private_plan()
 
     def epsilon(releases):
         return privacy_loss_of({DPFedAvg().mechanism(plan).release: releases}, delta=0.1).epsilon
@@ -568,7 +561,7 @@ def test_rounds_continue_until_the_budget_ends_and_return_the_last_model(afforda
 
 
 def test_a_run_that_its_budget_stops_returns_the_last_extrapolated_model(tmp_path):
-    plan = release_plan()
+    plan = private_plan()
     once = privacy_loss_of({DPFedAvg().mechanism(plan).release: 1}, delta=0.1).epsilon
     ledger = Ledger(tmp_path / "ledger", budget=Budget(epsilon=1.001 * once, delta=0.1))
     strategy, seen = Upcycled(private(DPFedAvg, plan=plan, ledger=ledger), 0.5), {}
@@ -584,7 +577,7 @@ def test_a_run_that_its_budget_stops_returns_the_last_extrapolated_model(tmp_pat
 
 
 def test_a_budget_ends_the_run_after_its_last_extrapolation(tmp_path):
-    plan = release_plan()
+    plan = private_plan()
     once = privacy_loss_of({DPFedAvg().mechanism(plan).release: 1}, delta=0.1).epsilon
     ledger = Ledger(tmp_path / "ledger", budget=Budget(epsilon=1.001 * once, delta=0.1))
     strategy = Upcycled(private(DPFedAvg, plan=plan, ledger=ledger), 0.5)
@@ -609,7 +602,7 @@ def test_after_a_round_that_nobody_answers_the_even_round_changes_nothing():
 
 def test_after_a_discarded_private_round_the_even_round_changes_nothing(tmp_path):
     ledger = Ledger(tmp_path / "ledger")
-    plan = release_plan(noise_placement=SecureSum(colluding=0.0, dropouts=0.0))
+    plan = private_plan(noise_placement=SecureSum(colluding=0.0, dropouts=0.0))
     lost = set()
 
     def one_of_round_three(seen):
@@ -693,7 +686,7 @@ def test_upcycling_keeps_the_clients_and_stragglers_of_a_round(base):
         lambda **how: strategy_of(FedDyn, plan=PLAIN, local=DECAYING, **how),
         lambda **how: strategy_of(Hosted, FedYogi(), plan=PLAIN, local=DECAYING, **how),
         lambda **how: private(DPFedAvg, local=DECAYING, **how),
-        lambda **how: private(DPFedAvg, plan=release_plan(noise_placement="server"), **how),
+        lambda **how: private(DPFedAvg, plan=private_plan(noise_placement="server"), **how),
         lambda **how: private(DP2FedSAM, extractor=DECAYING, **how),
     ],
     ids=["SCAFFOLD", "FedDyn", "Hosted", "DP-FedAvg", "server noise", "DP2-FedSAM"],

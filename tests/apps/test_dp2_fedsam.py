@@ -5,7 +5,6 @@ import json
 import pytest
 from safetensors.numpy import load_file
 
-from flower_ext.data import DataNotFound
 from flower_ext.federation import run_in_process
 from flower_ext.privacy import AdversaryView, Ledger
 from flower_ext.runs import NotARun, RunDirectory
@@ -146,14 +145,6 @@ def test_half_a_client_more_makes_a_cohort_of_fixed_size_one_larger(tmp_path):
     facts = {"clients": 10, "sampling_rate": 0.25, "sampling": "fixed-size", "rounds": 1}
     (row,) = run(tmp_path / "run", method="fedavg", **facts).metrics()
     assert row["cohort"] == 3
-
-
-def test_missing_data_end_the_run_before_it_begins(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    with pytest.raises(DataNotFound, match="FLOWER_EXT_DATA"):
-        run(tmp_path / "run", dataset="mnist", data_folder=str(tmp_path))
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_fails_says_so_in_its_directory(tmp_path):

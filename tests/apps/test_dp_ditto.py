@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from flower_ext.data import DataNotFound
 from flower_ext.federation import run_in_process
 from flower_ext.runs import RunDirectory
 from flower_ext.training.models import build, parameter_count
@@ -209,11 +208,3 @@ def test_the_shared_model_differs_by_method(tmp_path):
 def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         run(tmp_path / "run", **overrides)
-
-
-def test_missing_data_end_the_run_before_it_begins(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    with pytest.raises(DataNotFound, match="FLOWER_EXT_DATA"):
-        run(tmp_path / "run", dataset="mnist", data_folder=str(tmp_path))
-    assert not (tmp_path / "run").exists()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
-from flower_ext.data import describe
+from flower_ext.data import DataNotFound, describe
 from flower_ext.data.datasets import names
 from flower_ext.federation import run_in_process
 from tests.support.apps import (
@@ -93,3 +93,23 @@ def test_every_data_set_that_is_offered_has_a_model(app, dataset):
     )
     model = import_module(f"{app.package}.task").task_of(context).model()
     assert model(torch.zeros(2, *describe(dataset).input_shape)).shape == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("app", "settings"),
+    [
+        pytest.param(DP2_FEDSAM, {"dataset": "mnist"}, id="dp2-fedsam"),
+        pytest.param(DP_DITTO, {"dataset": "mnist"}, id="dp-ditto"),
+        pytest.param(ULDP_FL, {"dataset": "creditcard"}, id="uldp-fl"),
+        pytest.param(UPCYCLED_FL, {"dataset": "letters", "generated": False}, id="upcycled-fl"),
+    ],
+)
+def test_missing_data_end_the_run_before_it_begins(app, settings, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    server, client = app.parts()
+    folders = {"run_directory": str(tmp_path / "run"), "data_folder": str(tmp_path)}
+    config = {**app.small_config(**folders), **settings}
+    with pytest.raises(DataNotFound, match="FLOWER_EXT_DATA"):
+        run_in_process(server, client, num_clients=3, run_config=config)
+    assert not (tmp_path / "run").exists()

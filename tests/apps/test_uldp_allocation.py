@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flower_ext.data import ClientData, Examples
 from tests.support.apps import ULDP_FL
-from tests.support.user_counts import user_counts
+from tests.support.user_counts import records_of, user_counts
 
 allocation = ULDP_FL.module("allocation")
 allocate = allocation.allocate
@@ -18,15 +18,6 @@ TARGETS = np.random.default_rng(0).integers(0, 10, 6_000)
 
 def rng(seed=0):
     return np.random.default_rng(seed)
-
-
-def records_of(owners, users):
-    """Return n_{s,u} (silos, users), counted one by one."""
-    counts = np.zeros((len(owners), users), dtype=int)
-    for silo, of_records in enumerate(owners):
-        for owner in of_records:
-            counts[silo, owner] += 1
-    return counts
 
 
 @settings(max_examples=30, deadline=None)

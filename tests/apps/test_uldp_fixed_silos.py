@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.apps import ULDP_FL
+from tests.support.user_counts import records_of
 
 allocate_within = ULDP_FL.module("fixed_silos").allocate_within
 
@@ -15,15 +16,6 @@ HEART = [199, 172, 30, 85]
 
 def rng(seed=0):
     return np.random.default_rng(seed)
-
-
-def records_of(owners, users):
-    """Return n_{s,u} (silos, users), counted one by one."""
-    counts = np.zeros((len(owners), users), dtype=int)
-    for silo, of_records in enumerate(owners):
-        for owner in of_records:
-            counts[silo, owner] += 1
-    return counts
 
 
 @settings(max_examples=30, deadline=None)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from flower_ext.data import DataNotFound
 from flower_ext.federation import FederationNotReady, run_in_process
 from flower_ext.privacy import AdversaryView, PrivacyUnit
 from flower_ext.runs import RunDirectory
@@ -240,12 +239,6 @@ def test_groups_of_any_size(size, tmp_path):
 def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         run(tmp_path / "run", **overrides)
-
-
-def test_missing_data_end_the_run_before_it_begins(tmp_path):
-    with pytest.raises(DataNotFound, match="FLOWER_EXT_DATA"):
-        run(tmp_path / "run", dataset="creditcard", data_folder=str(tmp_path))
-    assert not (tmp_path / "run").exists()
 
 
 def test_more_nodes_than_silos_are_refused(tmp_path):

@@ -157,9 +157,3 @@ def test_help_with_missing_data_proposes_no_data_set_that_the_app_refuses(tmp_pa
     with pytest.raises(DataNotFound, match="FLOWER_EXT_DATA") as error:
         run(tmp_path / "run", dataset="letters", data_folder=str(tmp_path), generated=False)
     assert "digits" not in str(error.value)
-
-
-def test_missing_data_end_the_run_before_it_begins(tmp_path):
-    with pytest.raises(DataNotFound, match="FLOWER_EXT_DATA"):
-        run(tmp_path / "run", dataset="letters", data_folder=str(tmp_path), generated=False)
-    assert not (tmp_path / "run").exists()

@@ -129,7 +129,7 @@ def test_the_exported_shared_model_is_the_runs_with_its_guarantees(finished, tmp
     assert call(run.path, "--output", file).exit_code == 0  # works without an app
     saved, exported_model = load_file(run.path / "model.safetensors"), load_file(file)
     assert set(exported_model) == set(saved)
-    assert all(torch.equal(exported_model[name], value) for name, value in saved.items())
+    torch.testing.assert_close(exported_model, saved, rtol=0, atol=0)
     beside = json.loads((tmp_path / "shared.guarantee.json").read_text())
     assert beside["for"] == "everyone who may have the run's models"
     assert beside["parameters"]["personal"] == []
@@ -159,7 +159,7 @@ def test_a_client_that_uses_the_shared_model_is_informed(finished, tmp_path):
     run = finished(DP2_FEDSAM, method="dp-fedavg")
     params, beside = exported(DP2_FEDSAM, run, tmp_path, "--client", 1)
     shared = load_file(run.path / "model.safetensors")
-    assert all(torch.equal(params[name], value) for name, value in shared.items())
+    torch.testing.assert_close(params, shared, rtol=0, atol=0)
     assert "which client 1 uses as it is" in beside["statements"][0]
     assert beside["parameters"]["personal"] == []
 

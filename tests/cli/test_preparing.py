@@ -77,7 +77,7 @@ def test_an_app_whose_plugin_is_not_installed_says_what_to_install(dependency, a
     assert prepared(tmp_path, superlink="far")  # whose machines have other packages
 
 
-def test_any_folder_s_name_reaches_flower_as_it_is(monkeypatch, tmp_path):
+def test_any_folder_s_name_reaches_flower_as_it_is(tmp_path):
     folder = tmp_path / "a b=c" / "σ 📁 it's"
     options = {"settings": ["data-folder=."], "runs": folder}
     given = overrides(**options)["run-directory"]
@@ -102,25 +102,25 @@ def test_a_simulation_has_no_more_nodes_than_cores_and_says_so(
     assert f"Ray: {nodes} nodes with {clients // nodes} clients each" in capsys.readouterr().out
 
 
-def test_nodes_of_a_superlink_are_one_client_each(monkeypatch, tmp_path):
+def test_nodes_of_a_superlink_are_one_client_each(tmp_path):
     far = overrides(runs=tmp_path, superlink="far")
     assert "clients-per-node" not in far
     changed = overrides(runs=tmp_path, settings=["clients-per-node=1"])
     assert changed["clients-per-node"] == "1"
 
 
-def test_clients_of_a_simulation_keep_their_memory_in_its_run_directory(monkeypatch, tmp_path):
+def test_clients_of_a_simulation_keep_their_memory_in_its_run_directory(tmp_path):
     config = overrides(runs=tmp_path)
     assert json.loads(config["state-folder"]) == f"{json.loads(config['run-directory'])}/state"
 
 
 @pytest.mark.parametrize("folder", ["", "/elsewhere"])
-def test_a_state_folder_that_was_set_stays(folder, monkeypatch, tmp_path):
+def test_a_state_folder_that_was_set_stays(folder, tmp_path):
     config = overrides(runs=tmp_path, settings=[f"state-folder={folder}"])
     assert json.loads(config["state-folder"]) == folder
 
 
-def test_supernodes_name_their_state_folders_themselves(monkeypatch, tmp_path):
+def test_supernodes_name_their_state_folders_themselves(tmp_path):
     assert "state-folder" not in overrides(runs=tmp_path, superlink="far")
 
 
@@ -151,14 +151,14 @@ def test_a_superlink_elsewhere_is_sent_no_path_from_here(name):
 
 
 @pytest.mark.parametrize("path", ["/out", "~/out"])
-def test_a_remote_superlink_gets_its_paths_unchanged(path, monkeypatch):
+def test_a_remote_superlink_gets_its_paths_unchanged(path):
     settings = [f"run-directory={path}", "data-folder=data"]
     config = overrides(superlink="far", settings=settings)
     assert json.loads(config["run-directory"]) == path
     assert json.loads(config["data-folder"]) == "data"
 
 
-def test_a_moved_run_resumes_with_the_memory_in_it(monkeypatch, tmp_path):
+def test_a_moved_run_resumes_with_the_memory_in_it(tmp_path):
     first, moved = tmp_path / "first", tmp_path / "moved"
     kept = {"run-directory": str(first), "state-folder": str(first / "state")}
     RunWriter.create(first, kept).close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ from flower_ext.secure.weighting.protocol import WeightingProtocol, load_protoco
 from flower_ext.training import LocalTraining, Task
 from tests.faults.grid import Rates, times
 from tests.faults.malformed import ENVELOPE, METRICS, TRAIN, Mutation, in_array, metric
+from tests.support.plans import release_plan
 from tests.support.strategies import private_strategy_of, strategy_of
 
 CLIENTS, SILOS, USERS, SEED = 8, 3, 12, 5
@@ -111,21 +113,14 @@ class Case:
         return strategy.method.client_app(task(), allow_seeded_noise=True)
 
 
-def release_plan(**changes: Any) -> ReleasePlan:
-    """Return a plan of client-level privacy."""
-    facts: dict[str, Any] = {
-        "sampling": PoissonSampling(CLIENTS, 0.7),
-        "clipping_norm": 0.5,
-        "noise_multiplier": 1.0,
-        "rounds": 200,
-        "delta": 1e-3,
-    }
-    return ReleasePlan(**{**facts, **changes})
+private_plan = partial(
+    release_plan, CLIENTS, sampling=PoissonSampling(CLIENTS, 0.7), rounds=200, delta=1e-3
+)
 
 
 def user_plan(**changes: Any) -> ReleasePlan:
     """Return a plan of user-level privacy over silos."""
-    return release_plan(**{"sampling": PoissonSampling(USERS, 0.6), **changes})
+    return private_plan(**{"sampling": PoissonSampling(USERS, 0.6), **changes})
 
 
 def record_plan() -> RecordLevelPlan:
@@ -161,14 +156,14 @@ _NO_HUGE = Rates(huge=0.0)
 CASES: tuple[Case, ...] = (
     Case(
         name="DP-FedAvg, clients noise",
-        build=lambda **o: strategy_of(DPFedAvg, plan=release_plan(), local=FAST, **o),
+        build=lambda **o: strategy_of(DPFedAvg, plan=private_plan(), local=FAST, **o),
         mutations=TRAIN,
         huge=times(1e4),
     ),
     Case(
         name="DP²-FedSAM, clients noise",
         build=lambda **o: strategy_of(
-            DP2FedSAM, plan=release_plan(), head=FAST, extractor=FAST, **o
+            DP2FedSAM, plan=private_plan(), head=FAST, extractor=FAST, **o
         ),
         rates=_SPARSE,
         mutations=TRAIN,
@@ -177,7 +172,7 @@ CASES: tuple[Case, ...] = (
     Case(
         name="DP-FedAvg, server noises",
         build=lambda **o: strategy_of(
-            DPFedAvg, plan=release_plan(noise_placement="server"), local=FAST, **o
+            DPFedAvg, plan=private_plan(noise_placement="server"), local=FAST, **o
         ),
         rates=_NO_HUGE,  # uploads are clipped
         mutations=TRAIN,
@@ -293,14 +288,14 @@ PRIVATE_PLUG_INS = tuple(_plug_in(name) for name in sorted(protocols()) if name 
 
 
 PERSONALISED: dict[str, Callable[[], FederatedStrategy]] = {
-    "DP²-FedSAM": lambda: FederatedStrategy(DP2FedSAM(head=FAST, extractor=FAST), release_plan()),
-    "CENTAUR": lambda: FederatedStrategy(Centaur(head=FAST, extractor=FAST), release_plan()),
+    "DP²-FedSAM": lambda: FederatedStrategy(DP2FedSAM(head=FAST, extractor=FAST), private_plan()),
+    "CENTAUR": lambda: FederatedStrategy(Centaur(head=FAST, extractor=FAST), private_plan()),
     "P-FedSAM (no noise)": lambda: FederatedStrategy(
         DP2FedSAM(head=FAST, extractor=FAST), nobody_private()
     ),
-    "FedPer": lambda: FederatedStrategy(FedPer(local=FAST), release_plan()),
-    "FedRep": lambda: FederatedStrategy(FedRep(head=FAST, extractor=FAST), release_plan()),
-    "APFL": lambda: FederatedStrategy(APFL(weight_learning_rate=0.1, local=FAST), release_plan()),
+    "FedPer": lambda: FederatedStrategy(FedPer(local=FAST), private_plan()),
+    "FedRep": lambda: FederatedStrategy(FedRep(head=FAST, extractor=FAST), private_plan()),
+    "APFL": lambda: FederatedStrategy(APFL(weight_learning_rate=0.1, local=FAST), private_plan()),
     "DP-Ditto": lambda: FederatedStrategy(
         DPDitto(local=FAST, personal_training=FAST), record_plan()
     ),

@@ -16,6 +16,7 @@ from flower_ext.privacy import (
     SecureSum,
 )
 from flower_ext.training import Task
+from tests.support.plans import quiet_clipping, release_plan
 from tests.support.pulls import ONE_STEP, client_data, initial, model, plain_app, pull
 from tests.support.travelling import Recorder
 
@@ -40,15 +41,9 @@ def task(data) -> Task:
 def play_rounds(data, clipping, rounds, *, clients=None, app=None, grid=InProcessGrid, **changes):
     """Return the norms of the rounds and of the next one, the strategy, and the grid."""
     clients = clients or len(data)
-    facts = {
-        "sampling": FullParticipation(clients),
-        "clipping_norm": clipping,
-        "noise_multiplier": 1e-3,
-        "rounds": rounds,
-        "delta": 1e-3,
-    }
     options = {"seed": 5, "seeded_noise": changes.pop("seeded_noise", True)}
-    plan = ReleasePlan(**{**facts, **changes})
+    fields = {"clipping_norm": clipping, "noise_multiplier": 1e-3, "delta": 1e-3, **changes}
+    plan = release_plan(clients, rounds=rounds, **fields)
     strategy = FederatedStrategy(DPFedAvg(local=ONE_STEP), plan, evaluate_every=0, **options)
     work = task(data)
     app = app(work) if app else DPFedAvg.client_app(work, allow_seeded_noise=True)
@@ -65,13 +60,6 @@ def play_rounds(data, clipping, rounds, *, clients=None, app=None, grid=InProces
     return [*norms, strategy.run.mechanism.adaptive_norm], strategy, engine
 
 
-def quiet(**changes):
-    """Return an adaptive norm whose counts have next to no noise."""
-    return AdaptiveClipping(
-        **{"initial_norm": 1.0, "count_noise_stddev": 0.05, "learning_rate": 0.5, **changes}
-    )
-
-
 @pytest.mark.parametrize(  # each pair of values once
     ("placement", "begin", "quantile"),
     [
@@ -84,7 +72,7 @@ def quiet(**changes):
 def test_the_norm_finds_the_quantile_from_far_below_and_far_above(placement, begin, quantile):
     """In 30 rounds: at the rate 0.2 of the paper, the norm falls by at most e³ in 30 rounds."""
     rate = {0.5: 0.5, 0.8: 1.2}[quantile]
-    clipping = quiet(initial_norm=begin, quantile=quantile, learning_rate=rate)
+    clipping = quiet_clipping(initial_norm=begin, quantile=quantile, learning_rate=rate)
     norms, _, _ = play_rounds(FORCES, clipping, 30, noise_placement=placement)
     lengths = math.sqrt(2) * np.asarray(FORCES)
     assert norms[0] == begin
@@ -109,9 +97,9 @@ def steps(forces, rounds, *, quantile=0.5, silent=()):
 def test_in_every_placement_the_norm_takes_the_same_steps():
     forces = FORCES[:FEW]
     for placement in PLACEMENTS:
-        norms, _, _ = play_rounds(forces, quiet(), 3, noise_placement=placement)
+        norms, _, _ = play_rounds(forces, quiet_clipping(), 3, noise_placement=placement)
         assert norms == pytest.approx(steps(forces, 3), rel=0.02)
-    norms, _, _ = play_rounds(forces, quiet(), 3, app=plain_app, seeded_noise=False)
+    norms, _, _ = play_rounds(forces, quiet_clipping(), 3, app=plain_app, seeded_noise=False)
     assert norms == pytest.approx(steps(forces, 3), rel=0.05)  # nine standard deviations
 
 
@@ -135,7 +123,7 @@ def test_a_client_that_fails_counts_as_one_whose_data_are_zeroed_out(placement):
     """Its side is 0, so neither its upload nor the norm shows why there is no update."""
     kinds = ("raises", "no examples", "NaN", "zero")
     options = {"clients": FEW, "noise_placement": placement}
-    runs = [play_rounds(failing(kind), quiet(), 2, **options)[0] for kind in kinds]
+    runs = [play_rounds(failing(kind), quiet_clipping(), 2, **options)[0] for kind in kinds]
     assert runs[0] == pytest.approx(steps(FORCES[:FEW], 2, silent={0}), rel=0.02)
     assert all(norms == runs[0] for norms in runs)
 
@@ -144,7 +132,7 @@ def test_a_client_that_fails_counts_as_one_whose_data_are_zeroed_out(placement):
 def test_an_empty_cohort_counts_half_as_within_the_norm(placement):
     sampling = PoissonSampling(4, 1e-9)
     plan = {"sampling": sampling, "noise_multiplier": 1e-12, "noise_placement": placement}
-    clipping = quiet(quantile=0.9, count_noise_stddev=1e-11)
+    clipping = quiet_clipping(quantile=0.9, count_noise_stddev=1e-11)
     norms, _, _ = play_rounds(FORCES[:4], clipping, 2, **plan)
     assert norms == pytest.approx([math.exp(0.2 * n) for n in range(3)], rel=0.02)
 
@@ -161,7 +149,7 @@ class Losing(Recorder):
 
 
 def test_a_discarded_round_leaves_the_norm_as_it_is():
-    norms, _, _ = play_rounds(FORCES[:FEW], quiet(), 3, grid=Losing, noise_placement=SUMS)
+    norms, _, _ = play_rounds(FORCES[:FEW], quiet_clipping(), 3, grid=Losing, noise_placement=SUMS)
     assert norms[1] == norms[2]
     assert norms[0] != norms[1]
     assert norms[2] != norms[3]
@@ -169,7 +157,7 @@ def test_a_discarded_round_leaves_the_norm_as_it_is():
 
 def test_missing_clients_count_half_and_the_server_adds_their_noise():
     forces = FORCES[:FEW]
-    norms, _, _ = play_rounds(forces, quiet(), 3, grid=Losing)
+    norms, _, _ = play_rounds(forces, quiet_clipping(), 3, grid=Losing)
     before, after = norms[1], norms[2]
     sides = [math.copysign(0.5, before - math.sqrt(2) * force) for force in forces[5:]]
     assert after == pytest.approx(before * math.exp(-0.5 * sum(sides) / FEW), rel=0.02)
@@ -177,7 +165,9 @@ def test_missing_clients_count_half_and_the_server_adds_their_noise():
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_clients_learn_the_norm_of_the_round_only_where_they_clip(placement):
-    _, _, grid = play_rounds(FORCES[:FEW], quiet(), 1, grid=Recorder, noise_placement=placement)
+    _, _, grid = play_rounds(
+        FORCES[:FEW], quiet_clipping(), 1, grid=Recorder, noise_placement=placement
+    )
     requests = [
         m.content[records.ROUND] for m in grid.sent if m.metadata.message_type.startswith("train")
     ]

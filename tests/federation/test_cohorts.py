@@ -4,6 +4,7 @@ A Poisson cohort is drawn anew in every round, each unit by itself; an empty coh
 like any other. Each test of a law refuses right draws with a probability of `LUCK`.
 """
 
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -22,12 +23,12 @@ from flower_ext.privacy import (
     FixedSizeSampling,
     Ledger,
     PoissonSampling,
-    ReleasePlan,
     SecureSum,
 )
 from flower_ext.training import LocalTraining, Task
 from tests.support import planted_faults as faults
 from tests.support.grids import grid as grid_of
+from tests.support.plans import release_plan
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder
 
@@ -54,9 +55,7 @@ def still(size=1, silos=False, trains=True):
     )
 
 
-def plan(sampling, **changes):
-    facts = {"clipping_norm": 0.5, "noise_multiplier": 4.0, "rounds": ROUNDS, "delta": 1e-3}
-    return ReleasePlan(sampling=sampling, **{**facts, **changes})
+plan = partial(release_plan, UNITS, noise_multiplier=4.0, rounds=ROUNDS, delta=1e-3)
 
 
 def run(strategy, rounds, *, size=1, silos=0, trains=True):

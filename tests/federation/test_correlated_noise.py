@@ -19,7 +19,6 @@ from flower_ext.privacy import (
     Budget,
     CorrelatedNoise,
     Ledger,
-    ReleasePlan,
     SpacedSampling,
     gaussian_loss,
 )
@@ -28,6 +27,7 @@ from flower_ext.privacy.shared_ledger import total_spent
 from flower_ext.training import LocalTraining, Task
 from tests.support.dying_runs import CLIENTS, Died, DyingGrid, play
 from tests.support.grids import grid
+from tests.support.plans import release_plan
 from tests.support.pulls import ONE_STEP, SIZE, client_data
 from tests.support.travelling import Recorder
 
@@ -35,14 +35,8 @@ SGD = LocalTraining(epochs=1, batch_size=8, learning_rate=0.05)
 
 
 def plan(sampling, rounds, correlation=None, **changes):
-    facts = {"clipping_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-3}
-    return ReleasePlan(
-        sampling=sampling,
-        rounds=rounds,
-        correlation=correlation,
-        noise_placement="server",
-        **{**facts, **changes},
-    )
+    fields = {"clipping_norm": 1.0, "delta": 1e-3, "noise_placement": "server", **changes}
+    return release_plan(CLIENTS, sampling, rounds=rounds, correlation=correlation, **fields)
 
 
 def still(width):
@@ -146,39 +140,37 @@ def test_a_seeded_run_continues_bit_for_bit(tmp_path, noise, at):
     assert not (one / FILE).exists()  # the seed gives it again
 
 
+SECURE = {"method": DPFedAvg, "local": SGD, "memory": False, "seeded_noise": False}
+SHORT = {**SECURE, "plan": plan(SpacedSampling(CLIENTS, 1, 2, 3), 5, CorrelatedNoise())}
+
+
 def test_a_secure_run_counts_what_was_begun_and_continues_after_it(tmp_path):
-    options = {"method": DPFedAvg, "local": SGD, "memory": False, "seeded_noise": False}
-    options["plan"] = plan(SpacedSampling(CLIENTS, 1, 2, 3), 5, CorrelatedNoise())
     with pytest.raises(Died):
-        play(tmp_path, dies_in=4, **options)
+        play(tmp_path, dies_in=4, **SHORT)
     state = tmp_path / "run" / FILE
     assert stat.S_IMODE(state.stat().st_mode) == 0o600
-    _, strategy = play(tmp_path, **options)
+    _, strategy = play(tmp_path, **SHORT)
     assert strategy.participations.rounds == 6
     assert strategy.run.noise_stream._training_round == 6
     state.unlink()
     with pytest.raises(InvalidValue, match="of round 0: expected round 6"):
-        play(tmp_path, rounds=6, **options)
+        play(tmp_path, rounds=6, **SHORT)
 
 
 def test_the_key_file_encrypts_the_noise_of_the_server(tmp_path):
     key = tmp_path / "key"
     key.write_bytes(bytes(range(32)))
     key.chmod(0o600)
-    options = {"method": DPFedAvg, "local": SGD, "memory": False, "seeded_noise": False}
-    options["plan"] = plan(SpacedSampling(CLIENTS, 1, 2, 3), 5, CorrelatedNoise())
-    play(tmp_path, state_key_file=key, **options)
+    play(tmp_path, state_key_file=key, **SHORT)
     assert (tmp_path / "run" / FILE).read_bytes().startswith(b"flower_ext sealed")
     key.chmod(0o644)
     with pytest.raises(InvalidValue, match="chmod 600"):
-        play(tmp_path, rounds=6, state_key_file=key, **options)
+        play(tmp_path, rounds=6, state_key_file=key, **SHORT)
 
 
 def test_secret_noise_is_in_no_other_file_of_the_run(tmp_path):
     """The newest noise is looked for in each file, in any of its forms of eight bytes."""
-    options = {"method": DPFedAvg, "local": SGD, "memory": False, "seeded_noise": False}
-    options["plan"] = plan(SpacedSampling(CLIENTS, 1, 2, 3), 5, CorrelatedNoise())
-    _, strategy = play(tmp_path, **options)
+    _, strategy = play(tmp_path, **SHORT)
     noise = strategy.run.noise_stream._past.latest
     needles = [
         array.ravel()[:1].astype(kind).tobytes() for array in noise.values() for kind in "fd"
@@ -189,7 +181,6 @@ def test_secret_noise_is_in_no_other_file_of_the_run(tmp_path):
     assert holding == {"noise"}
 
 
-SECURE = {"method": DPFedAvg, "local": SGD, "memory": False, "seeded_noise": False}
 APART, MOST = 2, 4
 
 

@@ -21,7 +21,7 @@ from tests.faults.worlds import (
     DATA,
     FEATURES,
     nobody_private,
-    release_plan,
+    private_plan,
 )
 from tests.support.odd_parameters import EVERYONE, METHODS, OPTIONS, PLANS, Counting, run
 from tests.support.strategies import strategy_of
@@ -54,7 +54,7 @@ def foreign(placement: str, reply_order: str = "=", **unsent: np.ndarray) -> Cli
 
 def run_foreign(app, placement, arrays=START, **options):
     """Run DP-FedAvg with clients that do not use this package."""
-    plan = release_plan(
+    plan = private_plan(
         sampling=EVERYONE, clipping_norm=1.0, noise_multiplier=1e-6, noise_placement=placement
     )
     strategy = strategy_of(DPFedAvg, plan=plan, evaluate_every=0, **options)

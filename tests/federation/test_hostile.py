@@ -95,7 +95,7 @@ def test_a_reason_is_kept_short_whatever_a_client_writes_in_it():
 
 
 @pytest.mark.parametrize("error", [True, False])
-def test_a_clients_text_cannot_steer_a_terminal_or_forge_a_line(error, logged):
+def test_a_clients_text_cannot_steer_a_terminal_or_forge_a_line(error):
     text = "\x1b[2J\x1b]0;x\x07\x9b1A\x00\u202eround 9/9 · ε 0.1"
 
     def read(message):

@@ -12,7 +12,7 @@ from flower_ext.algorithms import (
     UldpNaive,
     UldpSgd,
 )
-from flower_ext.algorithms.uldp import PrivateWeighting, UldpAvg
+from flower_ext.algorithms.uldp import UldpAvg
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import (
     FullParticipation,
@@ -25,13 +25,14 @@ from tests.faults.worlds import (
     DATA,
     FAST,
     FEATURES,
+    PRIVATE,
     SILOS,
     USERS,
     user_plan,
 )
 from tests.support.grids import grid
 from tests.support.odd_parameters import METHODS, OPTIONS, PLANS, run
-from tests.support.strategies import group_strategy, private_strategy_of, strategy_of
+from tests.support.strategies import group_strategy, strategy_of
 
 DP_SGD = DpSgdTraining(
     steps=2,
@@ -87,16 +88,7 @@ OVER_SILOS = {
     "ULDP-GROUP": lambda **o: group_strategy(
         num_silos=SILOS, num_users=USERS, group_size=4, delta=1e-3, local=DP_SGD, **o
     ),
-    "ULDP-AVG-w": lambda **o: private_strategy_of(
-        UldpAvg,
-        plan=user_plan(),
-        num_silos=SILOS,
-        local=FAST,
-        protocol=PrivateWeighting(
-            key_bits=512, allow_insecure_key_size=True, max_records_per_user=60, precision=1e-4
-        ),
-        **o,
-    ),
+    "ULDP-AVG-w": PRIVATE.build,
 }
 
 

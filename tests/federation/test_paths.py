@@ -56,7 +56,6 @@ from flower_ext.privacy import (
     OutputPerturbation,
     PerturbationPlan,
     RecordLevelPlan,
-    ReleasePlan,
     SecureScores,
     SecureSum,
 )
@@ -73,6 +72,7 @@ from flower_ext.privacy.plans.group_plan import GroupPlan
 from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
 from tests.support import planted_faults as faults
+from tests.support.plans import release_plan
 from tests.support.strategies import group_strategy, private_strategy_of, strategy_of
 from tests.support.travelling import Tampering
 
@@ -168,18 +168,10 @@ class SentModels(Sent):
     )
 
 
-def release_plan(**changes):
-    facts = {
-        "sampling": EVERYONE,
-        "clipping_norm": NORM,
-        "noise_multiplier": NOISE,
-        "rounds": 1,
-        "delta": DELTA,
-    }
-    return ReleasePlan(**{**facts, **changes})
-
-
-BY_SERVER, BY_CLIENTS = release_plan(noise_placement="server"), release_plan()
+private_plan = partial(
+    release_plan, CLIENTS, clipping_norm=NORM, noise_multiplier=NOISE, rounds=1, delta=DELTA
+)
+BY_SERVER, BY_CLIENTS = private_plan(noise_placement="server"), private_plan()
 BY_MODELS = PerturbationPlan(
     sampling=EVERYONE,
     perturbation=OutputPerturbation(clipping_norm=NORM, noise_stddev=NOISE * NORM / CLIENTS),
@@ -309,7 +301,7 @@ def users(size, method=UldpAvg, *, silos=2, factor=USERS, plan=None, **options):
     facts = {"sampling": FullParticipation(USERS), **(plan or {})}
     make = private_strategy_of if "protocol" in options else strategy_of
     strategy = make(
-        method, plan=release_plan(**facts), num_silos=silos, evaluate_every=0, **local, **options
+        method, plan=private_plan(**facts), num_silos=silos, evaluate_every=0, **local, **options
     )
     return linear(size, strategy, factor * silos, silos=silos)
 
@@ -357,7 +349,7 @@ def ditto(size, *, steps):
 def scores(size):
     """Return the centred score that one client adds to the noised sum, in units of its bound."""
     shown = SecureScores(noise_multiplier=NOISE / 4, times=1)
-    plan = release_plan(noise_multiplier=1.0, queries=(shown,), **SECURE)
+    plan = private_plan(noise_multiplier=1.0, queries=(shown,), **SECURE)
 
     def data(client):
         score = 0.5 + 0.5 * size * (client == LAST)
@@ -456,7 +448,7 @@ PATHS = {
     ),
     # Sums that hide their parts from the server.
     "masked sum": Path(
-        run=partial(sent, plan=release_plan(**SECURE)),
+        run=partial(sent, plan=private_plan(**SECURE)),
         through=(
             (protections, "in_cells"),
             (masked_member, "seal"),
@@ -465,7 +457,7 @@ PATHS = {
         ),
     ),
     "masked sum without one member": Path(
-        run=partial(sent, plan=release_plan(**LOST), grid=Lossy),
+        run=partial(sent, plan=private_plan(**LOST), grid=Lossy),
         through=(
             (protections, "in_cells"),
             (ReleaseMechanism, "protection"),

@@ -41,7 +41,7 @@ from tests.support.protected_updates import (
     initial,
     of_training,
     plan,
-    release_plan,
+    private_plan,
     run,
     task,
 )
@@ -112,7 +112,7 @@ def test_a_method_whose_clients_remember_is_not_taken_for_memoryless():
 
 
 def test_the_number_of_examples_is_sent_only_for_record_level_privacy():
-    for the_plan, is_sent in ((plan(OUTPUT), True), (release_plan(), False)):
+    for the_plan, is_sent in ((plan(OUTPUT), True), (private_plan(), False)):
         strategy, grid = run(the_plan)
         for reply in of_training(grid.received):
             assert (records.METRICS in reply.content) == is_sent

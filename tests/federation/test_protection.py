@@ -61,7 +61,7 @@ from tests.support.protected_updates import (
     leaving,
     of_training,
     plan,
-    release_plan,
+    private_plan,
     run,
     task,
     trained,
@@ -116,7 +116,7 @@ def test_seeded_runs_repeat_and_secure_ones_never_do_even_with_a_seed(perturbati
 
 def test_every_message_asks_for_one_protection_only():
     kinds = {
-        "ClipUpdate": release_plan(),
+        "ClipUpdate": private_plan(),
         "OutputPerturbation": plan(OUTPUT),
         "ObjectivePerturbation": plan(OBJECTIVE),
         None: NonPrivatePlan(sampling=FullParticipation(CLIENTS)),
@@ -144,10 +144,10 @@ def test_the_facts_of_a_plan_are_its_numbers():
         "least-examples": 5,
         "seeded-noise": False,
     }
-    facts = facts_of(release_plan())
+    facts = facts_of(private_plan())
     assert facts["clipping-norm"] == 0.5
     assert facts["noise-stddev"] == pytest.approx(0.5 / math.sqrt(4))
-    assert facts_of(release_plan(), 0) == {}
+    assert facts_of(private_plan(), 0) == {}
 
 
 @pytest.mark.parametrize("kind", ["an update", "units of a sum"])
@@ -157,13 +157,13 @@ def test_uploads_of_cohorts_of_any_size_lie_on_one_grid(kind):
     value = {"weight": torch.linspace(-1, 1, 5_000, dtype=torch.float64) / 100}
     for cohort_size in (1, 3, 100):
         units = kind == "units of a sum"
-        facts = facts_of(release_plan(), cohort_size, bounds_units=units)
+        facts = facts_of(private_plan(), cohort_size, bounds_units=units)
         update = {"weight": value["weight"].float()}
         if units:
             update = BoundedSum(value=value, bound=0.5, count=9)
         sent = leaving(update, received, facts)["weight"]
         assert sent.dtype == torch.float32
-        cells = sent.double() / release_plan().mechanism().noise_grid
+        cells = sent.double() / private_plan().mechanism().noise_grid
         assert bool((cells == cells.round()).all())
         assert 0.45 < float((cells % 2).mean()) < 0.55
 
@@ -177,7 +177,7 @@ def test_uploads_of_cohorts_of_any_size_lie_on_one_grid(kind):
     ],
 )
 def test_a_round_that_is_none_is_refused(wrong):
-    facts = {**facts_of(release_plan()), "number": 1, "seed": 0}
+    facts = {**facts_of(private_plan()), "number": 1, "seed": 0}
     check_entries(facts)
     check_entries({**facts, "remembered": 0})
     with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
@@ -188,7 +188,7 @@ def test_a_round_that_is_none_is_refused(wrong):
     "left_out", ["protection", "clipping-norm", "noise-stddev", "seeded-noise"]
 )
 def test_a_protection_that_lacks_a_part_is_refused(left_out):
-    facts = {**facts_of(release_plan()), "number": 1, "seed": 0}
+    facts = {**facts_of(private_plan()), "number": 1, "seed": 0}
     del facts[left_out]
     with pytest.raises((TypeError, ValueError), match=f"a known protection|{left_out}=None"):
         check_entries(facts)
@@ -204,7 +204,7 @@ def test_objective_perturbation_may_need_no_number_of_examples():
 
 
 def test_what_is_protected_is_known_from_the_facts():
-    assert from_entries(facts_of(release_plan())).bounds_uploads
+    assert from_entries(facts_of(private_plan())).bounds_uploads
     assert from_entries(to_entries(ProtectedByServer(), seeded_noise=True)).bounds_uploads
     assert from_entries({"number": 1, "seed": 0, "diagnostics": True}) is None
     by_training = from_entries(to_entries(ProtectedByTraining(), seeded_noise=False))
@@ -255,7 +255,7 @@ def test_a_protection_that_no_message_names_ends_the_run_at_once(base):
             return Mechanism(**vars(super().mechanism(method)))
 
     grid = Recorder(DPFedAvg.client_app(task()), num_clients=CLIENTS)
-    strategy = FederatedStrategy(DPFedAvg(local=EXACT), Plan(**vars(release_plan())))
+    strategy = FederatedStrategy(DPFedAvg(local=EXACT), Plan(**vars(private_plan())))
     with pytest.raises(TypeError, match="Unknown: no message can ask for this protection"):
         strategy.start(grid, initial(), num_rounds=1)
     assert not of_training(grid.sent)
@@ -295,7 +295,7 @@ def test_no_part_of_a_protection_stands_for_another(protection):
 
 @pytest.mark.parametrize("grid", ["fine", 0.3, True, 1e-30])
 def test_a_client_refuses_a_grid_that_leaves_low_bits_bare(grid):
-    facts = {**facts_of(release_plan()), "noise-grid": grid}
+    facts = {**facts_of(private_plan()), "noise-grid": grid}
     with pytest.raises((TypeError, ValueError), match="grid"):
         leaving({"weight": torch.zeros(3)}, {}, facts)
 
@@ -329,8 +329,8 @@ def record_level_plan(**changes) -> RecordLevelPlan:
 
 STEPS = ClippedSteps(learning_rate=0.1, gradient_clipping_norm=0.5, num_examples=12)
 SHARES = {
-    "an update": (facts_of(release_plan()), 1.0 / 2),
-    "units of a sum": (facts_of(release_plan(), bounds_units=True), 1.0 / 2),
+    "an update": (facts_of(private_plan()), 1.0 / 2),
+    "units of a sum": (facts_of(private_plan(), bounds_units=True), 1.0 / 2),
     "a model": (facts_of(plan(OUTPUT)), 0.05 / 0.8),
     "a model in every round": (facts_of(record_level_plan()), 0.2),
     "steps": (facts_of(record_level_plan(steps=STEPS)), 0.6),
@@ -414,7 +414,7 @@ def test_the_bound_on_units_of_a_sum_must_be_the_plans(update, protection, messa
 def test_a_hidden_sum_gets_the_noise_of_an_open_sum():
     received = {"weight": torch.zeros(50)}
     facts = {
-        **facts_of(release_plan(), seeded_noise=True, bounds_units=True),
+        **facts_of(private_plan(), seeded_noise=True, bounds_units=True),
         "seed": 3,
         "number": 2,
     }
@@ -443,7 +443,7 @@ def test_a_hidden_sum_gets_the_noise_of_an_open_sum():
 def test_a_sum_of_bounded_units_leaves_noised_and_not_clipped():
     received = {"weight": torch.zeros(20_000)}
     summed = BoundedSum(value={"weight": torch.full((20_000,), 9.0).double()}, bound=0.5, count=99)
-    facts = facts_of(release_plan(), bounds_units=True)
+    facts = facts_of(private_plan(), bounds_units=True)
     sent = leaving(summed, received, facts)["weight"]
     assert sent.dtype == torch.float32
     assert float(sent.mean()) == pytest.approx(9.0, abs=0.02)

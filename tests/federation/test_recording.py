@@ -1,5 +1,6 @@
 """The files of every app's run: a run directory, an outcome and a report, after failures too."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,11 @@ from flower_ext.federation import (
     record,
     recorded_run,
 )
-from flower_ext.privacy import Budget, FullParticipation, Ledger, NonPrivatePlan, ReleasePlan
+from flower_ext.privacy import Budget, FullParticipation, Ledger, NonPrivatePlan
 from flower_ext.runs import NotARun, RunDirectory
 from flower_ext.runs.shared_settings import RunSettings
 from flower_ext.training import LocalTraining
+from tests.support.plans import release_plan
 from tests.support.worlds import task
 
 CLIENTS = 3
@@ -28,15 +30,7 @@ def config_of(path: Path, **more):
     return {"run-directory": str(path), "method": "dp-fedavg", "dataset": "toy", **more}
 
 
-def private_plan(**changes) -> ReleasePlan:
-    facts = {
-        "sampling": FullParticipation(CLIENTS),
-        "clipping_norm": 0.5,
-        "noise_multiplier": 3.0,
-        "rounds": 4,
-        "delta": 0.1,
-    }
-    return ReleasePlan(**{**facts, **changes})
+private_plan = partial(release_plan, CLIENTS, noise_multiplier=3.0, rounds=4)
 
 
 def recorded(path: Path, plan, *, rounds: int = 2, budget: Budget | None = None, **config):

@@ -10,9 +10,7 @@ import traceback
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from flower_ext import runs
 from flower_ext.algorithms import DPFedAvg, FedDyn
@@ -38,7 +36,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.runs import RunDirectory, RunWriter, directory, write_report
 from flower_ext.training import LocalTraining
-from tests.support.dying_runs import CLIENTS, Died, plan, play
+from tests.support.dying_runs import CLIENTS, Died, assert_same_model, plan, play
 from tests.support.grids import grid
 
 SGD = LocalTraining(epochs=1, batch_size=8, learning_rate=0.05)
@@ -48,17 +46,14 @@ def rows(run: RunDirectory):
     return [{n: v for n, v in row.items() if not n.endswith("seconds")} for row in run.metrics()]
 
 
-def same(one: RunDirectory, other: RunDirectory) -> bool:
-    """Return True if two runs have the same model, metrics, guarantees and scores."""
-    models = [load_file(run.path / "model.safetensors") for run in (one, other)]
-    return (
-        all(np.array_equal(models[0][name], models[1][name]) for name in models[0])
-        and rows(one) == rows(other)
-        and one.guarantees() == other.guarantees()
-        and one.client_metrics() == other.client_metrics()
-        and sum(row["answered"] for row in one.metrics()) > 0
-        and one.metadata["summary"]["refused"] == 0
-    )
+def assert_same(one: RunDirectory, other: RunDirectory) -> None:
+    """Assert that two runs have the same model, metrics, guarantees and scores."""
+    assert_same_model(one, other)
+    assert rows(one) == rows(other)
+    assert one.guarantees() == other.guarantees()
+    assert one.client_metrics() == other.client_metrics()
+    assert sum(row["answered"] for row in one.metrics()) > 0
+    assert one.metadata["summary"]["refused"] == 0
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +70,7 @@ def test_a_seeded_run_resumes_as_if_nothing_had_happened(whole, tmp_path, dies_i
     with pytest.raises(Died):
         play(tmp_path / "parts", dies_in=dies_in, at=at)
     parts, _ = play(tmp_path / "parts")
-    assert same(parts, whole)
+    assert_same(parts, whole)
     kinds = [entry["kind"] for entry in parts.ledger()]
     assert kinds.count("reserve") == 5
     assert kinds.count("repeat") == 1
@@ -89,7 +84,7 @@ def test_an_optimizers_moments_and_an_average_resume_bit_for_bit(tmp_path):
     with pytest.raises(Died):
         play(tmp_path / "parts", dies_in=3, **options)
     parts, _ = play(tmp_path / "parts", **options)
-    assert same(parts, whole)
+    assert_same(parts, whole)
 
 
 def test_an_adaptive_clipping_norm_resumes_bit_for_bit(tmp_path):
@@ -100,7 +95,7 @@ def test_an_adaptive_clipping_norm_resumes_bit_for_bit(tmp_path):
     with pytest.raises(Died):
         play(tmp_path / "parts", dies_in=3, **options)
     parts, resumed = play(tmp_path / "parts", **options)
-    assert same(parts, whole)
+    assert_same(parts, whole)
     assert len({row["adaptive_norm"] for row in parts.metrics()}) == 5
     assert resumed.run.mechanism == strategy.run.mechanism
 
@@ -110,7 +105,7 @@ def test_a_run_may_die_and_resume_repeatedly(whole, tmp_path):
         with pytest.raises(Died):
             play(tmp_path / "parts", dies_in=dies_in)
     parts, _ = play(tmp_path / "parts")
-    assert same(parts, whole)
+    assert_same(parts, whole)
     starts = parts.metadata["starts"]
     assert [start.get("after_round") for start in starts] == [None, 1, 1, 2, 4]
     write_report(parts)
@@ -124,8 +119,7 @@ def test_an_ended_run_resumes_to_a_later_end_with_its_plans_noise(tmp_path):
     parts, strategy = play(tmp_path / "parts", rounds=5)
     whole, _ = play(tmp_path / "whole", rounds=5)
     assert parts.config["rounds"] == 2
-    models = [load_file(run.path / "model.safetensors") for run in (parts, whole)]
-    assert all(np.array_equal(models[0][name], models[1][name]) for name in models[0])
+    assert_same_model(parts, whole)
     assert strategy.participations.rounds == 5
 
 
@@ -187,7 +181,7 @@ def test_a_run_that_needs_no_memory_resumes_without_it(tmp_path):
     with pytest.raises(Died):
         play(tmp_path / "parts", dies_in=4, **options)
     parts, _ = play(tmp_path / "parts", **options)
-    assert same(parts, whole)
+    assert_same(parts, whole)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +193,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(whole, tmp_path
     _harm(tmp_path / "parts/run/checkpoints/3.checkpoint", harm)
     parts, _ = play(tmp_path / "parts")
     assert "3.checkpoint: torn or altered" in caplog.text
-    assert same(parts, whole)
+    assert_same(parts, whole)
 
 
 def test_with_no_sound_checkpoint_nothing_begins_anew_by_itself(tmp_path):
@@ -271,7 +265,7 @@ def test_a_metrics_line_that_was_torn_is_written_again(whole, tmp_path):
     with (tmp_path / "parts/run/metrics.jsonl").open("a") as stream:
         stream.write('{"round": 4, "tor')
     parts, _ = play(tmp_path / "parts")
-    assert same(parts, whole)
+    assert_same(parts, whole)
 
 
 def test_where_nobody_can_go_on_the_guarantee_counts_what_was_asked_for(tmp_path):
@@ -305,36 +299,27 @@ def test_a_ledger_that_lacks_releases_ends_a_run_that_would_go_on(tmp_path, kept
 
 FIXED = FixedSizeSampling(population=CLIENTS, size=2)
 PLANS = {
-    "release": (DPFedAvg, plan(), {}),
-    "output": (
-        DPFedAvg,
-        PerturbationPlan(
-            sampling=FIXED,
-            perturbation=OutputPerturbation(clipping_norm=1.0, noise_stddev=2.0),
-            delta=0.01,
-        ),
-        {},
+    "release": plan(),
+    "output": PerturbationPlan(
+        sampling=FIXED,
+        perturbation=OutputPerturbation(clipping_norm=1.0, noise_stddev=2.0),
+        delta=0.01,
     ),
-    "record": (
-        DPFedAvg,
-        RecordLevelPlan.for_target(
-            epsilon=2.0,
-            delta=0.01,
-            sampling=FullParticipation(CLIENTS),
-            num_examples=30,
-            rounds=4,
-            clipping_norm=1.0,
-            basis="provable",
-        ),
-        {},
+    "record": RecordLevelPlan.for_target(
+        epsilon=2.0,
+        delta=0.01,
+        sampling=FullParticipation(CLIENTS),
+        num_examples=30,
+        rounds=4,
+        clipping_norm=1.0,
+        basis="provable",
     ),
 }
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_budget_ends_a_run_before_exceeding_it_also_after_resuming(tmp_path, name):
-    method, plan_settings, more = PLANS[name]
-    options = {"method": method, "plan": plan_settings, "ledger": False, "local": SGD, **more}
+    options = {"method": DPFedAvg, "plan": PLANS[name], "ledger": False, "local": SGD}
     free, _ = play(tmp_path / "free", rounds=3, **{**options, "evaluate_every": 1})
     spent = [row["epsilon_provable"] for row in free.metrics()]
     assert spent == sorted(spent)
@@ -372,10 +357,8 @@ def _with_budget(folder, epsilon, **options):
 
 
 def test_a_calibrated_plan_makes_all_its_rounds_within_its_budget(tmp_path):
-    method, plan_settings, more = PLANS["record"]
-    run, one = _with_budget(
-        tmp_path, 2.0, rounds=6, method=method, plan=plan_settings, ledger=False, local=SGD, **more
-    )
+    options = {"method": DPFedAvg, "plan": PLANS["record"], "ledger": False, "local": SGD}
+    run, one = _with_budget(tmp_path, 2.0, rounds=6, **options)
     assert len(run.metrics()) == 4
     assert "round 5" in one.stopped
 
@@ -388,7 +371,7 @@ def test_a_ledger_ends_a_resumed_seeded_run_like_the_whole_one(tmp_path):
     with pytest.raises(Died):
         play(tmp_path / "parts", dies_in=2, **options)
     parts, _ = play(tmp_path / "parts", **options)
-    assert same(parts, whole)
+    assert_same(parts, whole)
     assert parts.status == "budget-exhausted"
 
 

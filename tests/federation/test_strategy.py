@@ -2,6 +2,7 @@
 
 import contextlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,29 +34,19 @@ from flower_ext.privacy import (
     NonPrivatePlan,
     PoissonSampling,
     RecordLevelPlan,
-    ReleasePlan,
     privacy_loss_of,
 )
 from flower_ext.runs import RunWriter
 from flower_ext.training import LocalTraining, Task, UnshareableModel
 from tests.support.losses import most_rounds
+from tests.support.plans import release_plan
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder, Tampering
 from tests.support.worlds import FEATURES, Net, client_data, initial, task
 
 CLIENTS = 6
 FAST = LocalTraining(epochs=1, batch_size=10)
-
-
-def plan(**changes) -> ReleasePlan:
-    facts = {
-        "sampling": FixedSizeSampling(CLIENTS, 4),
-        "clipping_norm": 0.5,
-        "noise_multiplier": 1.0,
-        "rounds": 3,
-        "delta": 0.1,
-    }
-    return ReleasePlan(**{**facts, **changes})
+plan = partial(release_plan, CLIENTS, sampling=FixedSizeSampling(CLIENTS, 4))
 
 
 def grid_of(app: ClientApp | None = None, clients: int = CLIENTS) -> InProcessGrid:

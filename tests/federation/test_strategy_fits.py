@@ -1,6 +1,7 @@
 """Plan, sum and method fit together, or a strategy refuses them before anything is spent."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 from flwr.serverapp.strategy import FedAvg
@@ -21,20 +22,14 @@ from flower_ext.privacy import (
     OutputPerturbation,
     PerturbationPlan,
     RecordLevelPlan,
-    ReleasePlan,
     SecureSum,
     SpacedSampling,
 )
+from tests.support.plans import release_plan
 
 CLIENTS = 4
 EVERYONE = FullParticipation(CLIENTS)
-
-
-def release(**options):
-    usual = {"sampling": EVERYONE, "clipping_norm": 1.0, "noise_multiplier": 1.0}
-    return ReleasePlan(**{**usual, "rounds": 2, "delta": 1e-5, **options})
-
-
+release = partial(release_plan, CLIENTS, clipping_norm=1.0, rounds=2, delta=1e-5)
 SPACED = {
     "sampling": SpacedSampling(CLIENTS, 1, 2, 1),
     "noise_placement": "server",

@@ -1,6 +1,7 @@
 """A unit that withdrew from a study is never drawn again, and its node deletes its memory."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from flower_ext.privacy import (
     NonPrivatePlan,
     PoissonSampling,
     PrivacyUnit,
-    ReleasePlan,
     SecureSum,
 )
 from flower_ext.privacy.withdrawal import forgotten, withdraw
@@ -29,6 +29,7 @@ from flower_ext.runs import RunDirectory, RunWriter
 from flower_ext.training import DpSgdTraining
 from tests.support import silos
 from tests.support.grids import grid as grid_of
+from tests.support.plans import release_plan
 from tests.support.private_silos import make, make_openly, start
 from tests.support.strategies import group_strategy, strategy_of
 from tests.support.travelling import Recorder
@@ -61,9 +62,7 @@ def budget(tmp_path) -> Budget:
     return Budget(epsilon=1e6, delta=DELTA, ledger=tmp_path / "study.jsonl")
 
 
-def plan(sampling=None, **changes) -> ReleasePlan:
-    terms = {"sampling": sampling or FullParticipation(CLIENTS), "clipping_norm": 0.5}
-    return ReleasePlan(**{**terms, "noise_multiplier": 3.0, "rounds": 9, "delta": DELTA, **changes})
+plan = partial(release_plan, CLIENTS, noise_multiplier=3.0, rounds=9, delta=DELTA)
 
 
 def run_of(folder: Path, given: Budget, *, plan, rounds=2, method=DPFedAvg, state="", **options):

@@ -1,5 +1,7 @@
 """Plans and apps for tests of the mod of client-level privacy."""
 
+from functools import partial
+
 import numpy as np
 from flwr.app import (
     Array,
@@ -21,11 +23,8 @@ from flower_ext.federation import (
 )
 from flower_ext.federation.protection import to_entries
 from flower_ext.federation.roster import FOR_MODS
-from flower_ext.privacy import (
-    FullParticipation,
-    ReleasePlan,
-)
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
+from tests.support.plans import release_plan
 from tests.support.travelling import Recorder
 
 CLIENTS = 4
@@ -60,15 +59,7 @@ def foreign_app(train=moved, *, mods=None, more=None) -> ClientApp:
     return app
 
 
-def plan(**changes) -> ReleasePlan:
-    facts = {
-        "sampling": FullParticipation(CLIENTS),
-        "clipping_norm": 0.5,
-        "noise_multiplier": 1.0,
-        "rounds": 2,
-        "delta": 1e-5,
-    }
-    return ReleasePlan(**{**facts, **changes})
+plan = partial(release_plan, CLIENTS, rounds=2, delta=1e-5)
 
 
 def start() -> ArrayRecord:

@@ -1,28 +1,22 @@
 """Runs that may die in a round and continue in a new strategy, as in a new process."""
 
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 from flwr.app import ArrayRecord
+from safetensors.numpy import load_file
 
 from flower_ext.algorithms import DP2FedSAM
 from flower_ext.federation import InProcessGrid, first_config, record, recorded_run
-from flower_ext.privacy import Budget, PoissonSampling, ReleasePlan
+from flower_ext.privacy import Budget, PoissonSampling
 from flower_ext.runs import RunDirectory
+from tests.support.plans import release_plan
 from tests.support.strategies import strategy_of
 from tests.support.worlds import task
 
 CLIENTS = 4
-
-
-def plan(**changes) -> ReleasePlan:
-    facts = {
-        "sampling": PoissonSampling(population=CLIENTS, rate=0.7),
-        "clipping_norm": 0.5,
-        "noise_multiplier": 1.0,
-        "rounds": 5,
-        "delta": 0.01,
-    }
-    return ReleasePlan(**{**facts, **changes})
+plan = partial(release_plan, CLIENTS, sampling=PoissonSampling(CLIENTS, 0.7), rounds=5, delta=0.01)
 
 
 class Died(BaseException):
@@ -38,7 +32,6 @@ def play(
     method=DP2FedSAM,
     ledger: bool = True,
     memory: bool = True,
-    rounds_set: int | None = None,
     budget: Budget | None = None,
     run_budget: Budget | None = None,
     engine: type[InProcessGrid] | None = None,
@@ -52,7 +45,7 @@ def play(
     config = {
         "run-directory": str(folder / "run"),
         "resume": True,
-        "rounds": rounds_set or rounds,
+        "rounds": rounds,
         "seeded": facts["seeded_noise"],
     }
     with recorded_run({**config, "rounds": first_config(config)["rounds"]}, "toy") as run:
@@ -65,6 +58,14 @@ def play(
         grid.dies_in, grid.at = dies_in, at
         record(run, strategy, grid, ArrayRecord(task().initial_params(0)), num_rounds=rounds)
     return RunDirectory.open(folder / "run"), strategy
+
+
+def assert_same_model(one: RunDirectory, other: RunDirectory) -> None:
+    """Assert that two runs end with the same model, bit for bit."""
+    models = [load_file(run.path / "model.safetensors") for run in (one, other)]
+    assert models[0].keys() == models[1].keys()
+    for name, array in models[0].items():
+        np.testing.assert_array_equal(array, models[1][name], err_msg=name)
 
 
 class DyingGrid(InProcessGrid):

@@ -114,6 +114,26 @@ def one_by_one(task, jobs, trained=lambda name: True):
     return [train(task, job, trained=trained) for job in jobs]
 
 
+def assert_isolated(task, make_jobs):
+    """Assert that batch-invariant jobs train to the same bits whatever trains beside them.
+
+    ``make_jobs`` returns the same six jobs at every call. In one batch, records of job 3 are NaN.
+    """
+
+    def trained(members, odd=None):
+        chosen = [make_jobs()[member] for member in members]
+        for member, job in zip(members, chosen, strict=True):
+            if member == odd:
+                job.examples.features[:3] = float("nan")
+        return dict(zip(members, train_each(task, chosen, batch_invariant=True), strict=True))
+
+    whole, with_odd = trained(range(6)), trained(range(6), odd=3)
+    assert not all(p.isfinite().all() for p in with_odd.pop(3).values())
+    for others in (trained([3, 0, 4]), trained([1]), with_odd, trained([5, 2, 3])):
+        for member, model in others.items():
+            torch.testing.assert_close(model, whole[member], rtol=0, atol=0)
+
+
 def why_apart(task, jobs):
     """Return why jobs cannot train in a stack; None if they can."""
     first = jobs[0].examples

@@ -32,8 +32,8 @@ from tests.faults.worlds import (
     CLIENTS,
     FAST,
     nobody_private,
+    private_plan,
     record_plan,
-    release_plan,
 )
 from tests.support.strategies import strategy_of
 
@@ -41,9 +41,9 @@ EVERYONE = FullParticipation(CLIENTS)
 
 PLANS = {
     "no privacy": nobody_private,
-    "clients noise": lambda: release_plan(sampling=EVERYONE),
-    "server noises": lambda: release_plan(sampling=EVERYONE, noise_placement="server"),
-    "secure sums": lambda: release_plan(
+    "clients noise": lambda: private_plan(sampling=EVERYONE),
+    "server noises": lambda: private_plan(sampling=EVERYONE, noise_placement="server"),
+    "secure sums": lambda: private_plan(
         sampling=EVERYONE, noise_placement=SecureSum(colluding=0.0, dropouts=0.3)
     ),
     "noised models": record_plan,

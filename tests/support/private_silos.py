@@ -33,7 +33,7 @@ INSTALLED = [
         if name != "paillier"
     ),
 ]
-EVERY = pytest.mark.parametrize("protocol", INSTALLED, ids=lambda protocol: name_of(protocol))
+EVERY = pytest.mark.parametrize("protocol", INSTALLED, ids=name_of)
 """Runs a test under Paillier, and under each protocol of an installed plug-in."""
 
 

@@ -1,5 +1,7 @@
 """Clients, plans and updates for tests of protections."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from flwr.app import ArrayRecord
@@ -29,6 +31,7 @@ from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.training import LocalTraining, Task
 from tests.support.jobs import train_one
+from tests.support.plans import release_plan
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder
 
@@ -136,12 +139,4 @@ def trained(client: int, start: float = 0.5) -> np.ndarray:
     return moved["weight"].numpy().ravel()
 
 
-def release_plan(**changes) -> ReleasePlan:
-    facts = {
-        "sampling": FullParticipation(CLIENTS),
-        "clipping_norm": 0.5,
-        "noise_multiplier": 1.0,
-        "rounds": 3,
-        "delta": 0.1,
-    }
-    return ReleasePlan(**{**facts, **changes})
+private_plan = partial(release_plan, CLIENTS)

@@ -1,4 +1,4 @@
-"""Skip tests that need a real data set if it is not on this machine."""
+"""Folder of the real data sets; tests skip the sets that it lacks."""
 
 import os
 from pathlib import Path

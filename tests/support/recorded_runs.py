@@ -2,31 +2,22 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from flwr.app import ArrayRecord
 
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import recorded
-from flower_ext.privacy import FullParticipation, ReleasePlan
 from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining
 from tests.support.dying_runs import Died, DyingGrid
+from tests.support.plans import release_plan
 from tests.support.strategies import strategy_of
 from tests.support.worlds import task
 
 CLIENTS = 3
-
-
-def plan(**changes) -> ReleasePlan:
-    facts = {
-        "sampling": FullParticipation(CLIENTS),
-        "clipping_norm": 0.5,
-        "noise_multiplier": 3.0,
-        "rounds": 4,
-        "delta": 0.01,
-    }
-    return ReleasePlan(**{**facts, **changes})
+plan = partial(release_plan, CLIENTS, noise_multiplier=3.0, rounds=4, delta=0.01)
 
 
 def play(

@@ -1,12 +1,14 @@
 """Users whose records lie in several silos, and small runs of Uldp-FL over them."""
 
+from functools import partial
+
 import numpy as np
 import torch
 
 from flower_ext.data import Examples, SiloData
 from flower_ext.federation import Sgd
-from flower_ext.privacy import FullParticipation, ReleasePlan
 from flower_ext.training import LocalTraining, Task
+from tests.support.plans import release_plan
 from tests.support.worlds import CLASSES, FEATURES, Net
 
 SEED, ROUNDS, SILOS, USERS = 4, 3, 3, 12
@@ -41,17 +43,9 @@ def task(data=None, **options):
     return Task(model=Net, data=lambda number: data[number], device="cpu", **options)
 
 
-def plan(sampling=None, **changes):
-    facts = {
-        "sampling": sampling or FullParticipation(USERS),
-        "clipping_norm": 0.3,
-        "noise_multiplier": 0.4,
-        "rounds": ROUNDS,
-        "delta": 1e-5,
-    }
-    return ReleasePlan(**{**facts, **changes})
-
-
+plan = partial(
+    release_plan, USERS, clipping_norm=0.3, noise_multiplier=0.4, rounds=ROUNDS, delta=1e-5
+)
 COMMON = {"num_silos": SILOS, "seed": SEED, "seeded_noise": True, "server": Sgd(learning_rate=5.0)}
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 from gmpy2 import invert, mpz, powmod
@@ -101,25 +102,18 @@ def close(server, sums):
 
 
 @dataclass
-class World:
-    """Parties that have exchanged keys and counts.
+class Parties:
+    """A server, silos and their counts of records, whatever the encryption.
 
     ``sent`` has the messages of all rounds, ``asked`` and ``answered`` those of all steps by silo.
     """
 
-    settings: PaillierSettings
+    settings: Any
     counts: np.ndarray
     save: Callable[[bytes], None] = lambda state: None
     sent: list = field(default_factory=list)
     asked: list = field(default_factory=list)
     answered: list = field(default_factory=list)
-
-    def __post_init__(self):
-        self.server = PaillierServer(self.settings, key=key(self.settings.key_bits))
-        self.silos = [PaillierSilo(self.settings, i) for i in range(self.settings.silos)]
-        for silo in self.silos:
-            silo.save = self.save
-        self.play(self.server.set_up())
 
     def play(self, dialogue):
         return play(dialogue, self.silos, self.counts, self.asked, self.answered)
@@ -128,6 +122,33 @@ class World:
         """Return all answers of silos to a step, by round and silo."""
         of_step = [of_silos for name, of_silos in self.answered if name == step]
         return [data for of_silos in of_step for data in of_silos.values()]
+
+    def updates_of(self, silo: int, updates: np.ndarray) -> dict[int, np.ndarray]:
+        """Return the updates of the users that have records in ``silo``."""
+        return {int(user): updates[silo, user] for user in np.flatnonzero(self.counts[silo])}
+
+    def plain(self, updates, noise, users=None) -> np.ndarray:
+        """Return the same sum without encryption, one product at a time."""
+        total = np.zeros(self.settings.coordinates)
+        for silo in range(self.settings.silos):
+            for user in range(self.settings.users) if users is None else users:
+                if self.counts[silo, user]:
+                    weight = self.counts[silo, user] / self.counts[:, user].sum()
+                    total = total + weight * updates[silo, user]
+            total = total + noise[silo]
+        return total
+
+
+@dataclass
+class World(Parties):
+    """Parties of the protocol with Paillier that have exchanged keys and counts."""
+
+    def __post_init__(self):
+        self.server = PaillierServer(self.settings, key=key(self.settings.key_bits))
+        self.silos = [PaillierSilo(self.settings, i) for i in range(self.settings.silos)]
+        for silo in self.silos:
+            silo.save = self.save
+        self.play(self.server.set_up())
 
     def begin(self, number, places=None):
         """Return the weights of a round that begins."""
@@ -142,10 +163,6 @@ class World:
         noise = rng.uniform(-settings.noise_bound, settings.noise_bound, shape[::2])
         return updates, noise
 
-    def updates_of(self, silo: int, updates: np.ndarray) -> dict[int, np.ndarray]:
-        """Return the updates of the users that have records in ``silo``."""
-        return {user: updates[silo, user] for user in np.flatnonzero(self.counts[silo])}
-
     def weigh(self, message, updates, noise) -> list[PaillierSum]:
         return [
             weigh(silo, message, self.updates_of(i, updates), noise[i])
@@ -157,17 +174,6 @@ class World:
         sums = self.weigh(message, updates, noise)
         self.sent += [message, *sums]
         return close(self.server, sums)
-
-    def plain(self, updates, noise, users=None) -> np.ndarray:
-        """Return the same sum without encryption, one product at a time."""
-        total = np.zeros(self.settings.coordinates)
-        for silo in range(self.settings.silos):
-            for user in range(self.settings.users) if users is None else users:
-                if self.counts[silo, user]:
-                    weight = self.counts[silo, user] / self.counts[:, user].sum()
-                    total = total + weight * updates[silo, user]
-            total = total + noise[silo]
-        return total
 
 
 def root(private: PrivateKey, ciphertext: mpz) -> mpz:

@@ -64,7 +64,7 @@ def test_a_tree_trains_to_the_bits_of_a_packed_tensor(which, way):
     task, form = FORMS[which]
     ours = trained(task, job(form(packed(21)), WAYS[way][0]))
     theirs = trained(PACKED, job(packed(21), WAYS[way][0]))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     moved = any(not torch.equal(p, PACKED.initial_params(1)[n]) for n, p in ours.items())
     assert moved or way == "nothing to do"
 
@@ -130,14 +130,14 @@ def test_a_user_whose_tree_raises_moves_no_other_by_a_bit(odd):
     assert isinstance(ours.pop(2), Exception)
     assert sorted(ours) == [0, 1, 3, 4]
     for user, rows in ours.items():
-        assert all(torch.equal(p, theirs[user][name]) for name, p in rows.items())
+        torch.testing.assert_close(rows, theirs[user], rtol=0, atol=0)
 
 
 def test_the_exact_minimiser_of_a_tree_is_that_of_a_packed_tensor():
     exact = LocalTraining(tolerance=1e-9, proximal_weight=1.0)
     ours = trained(PARTED, job(as_mapping(packed(12)), exact))
     theirs = trained(PACKED, job(packed(12), exact))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 class Overwriting(Sentences):
@@ -152,7 +152,7 @@ def test_a_model_that_writes_into_its_inputs_leaves_trees_unchanged():
     smaller_job = replace(job(data), training=replace(SGD, batch_size=100))
     trained(task, smaller_job)
     evaluate(task, smaller_job.params, data)
-    assert all(torch.equal(data.features[name], leaf) for name, leaf in before.items())
+    torch.testing.assert_close(data.features, before, rtol=0, atol=0)
 
 
 def total(outputs, targets):

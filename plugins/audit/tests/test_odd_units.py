@@ -1,6 +1,7 @@
 """An odd unit, whether a record that raises or a client that diverges, moves only its own part."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from flower_ext.training.dp.dp_sgd import ClippedGradient
 from flower_ext_audit import Experiment, World, audit, observe, projected
 from tests.support.failing import FAILING, failing_task
 from tests.support.grids import grid
+from tests.support.plans import release_plan
 from tests.support.strategies import group_strategy, strategy_of
 from tests.support.worlds import CLASSES as CLASSES_OF_CLIENTS
 from tests.support.worlds import FEATURES, client_data, initial
@@ -188,16 +190,7 @@ OF_RECORDS = RecordLevelPlan(
 )
 
 
-def of_clients(**changes):
-    """Return a plan for clients, with everybody in every round."""
-    terms = {
-        "sampling": FullParticipation(CLIENTS),
-        "clipping_norm": 0.5,
-        "noise_multiplier": 200.0,
-        "rounds": 1,
-        "delta": DELTA,
-    }
-    return ReleasePlan(**{**terms, **changes})
+of_clients = partial(release_plan, CLIENTS, noise_multiplier=200.0, rounds=1, delta=DELTA)
 
 
 def with_a_head(plan):
@@ -214,7 +207,6 @@ def summed():
 
 FAILURES = {
     "discard": lambda: strategy_of(DPFedAvg, plan=of_clients(), local=LOCALLY, **QUIET),
-    "top-up": lambda: strategy_of(DPFedAvg, plan=of_clients(), local=LOCALLY, **QUIET),
     "server": lambda: strategy_of(
         DPFedAvg, plan=of_clients(noise_placement="server"), local=LOCALLY, **QUIET
     ),

@@ -106,7 +106,7 @@ def test_silos_with_other_numbers_of_buckets_print_other_fingerprints(link):
     assert prints[0] == prints[1] != prints[2]
 
 
-def test_silos_with_other_keys_or_columns_are_not_numbered_together(link, tmp_path):
+def test_silos_with_other_keys_or_columns_are_not_numbered_together(link):
     link(f"pseudonyms a.csv {OF_A} --key study.key -o a.txt")
     link("key other.key")
     link(f"pseudonyms b.csv {OF_B} --key other.key -o b.txt")

@@ -23,6 +23,7 @@ from flower_ext_consortium.statistics import (
 )
 from flower_ext_consortium.statistics.results import TABLE
 from tests.support.grids import grid
+from tests.support.plans import release_plan
 
 USERS, SILOS = 60, 5
 TEXT = "count; mean age 0:100; histogram age 0:100:4; survival age event 0:100:5"
@@ -46,9 +47,8 @@ def silos(change=None):
 
 
 def plan_of(population=USERS, sigma=1e-6, **options):
-    fields = {"sampling": FullParticipation(population), "rounds": 1, "delta": 1e-5}
-    fields |= {"clipping_norm": 1.0, "noise_multiplier": sigma, "noise_placement": "client"}
-    return ReleasePlan(**{**fields, **options})
+    fields = {"clipping_norm": 1.0, "noise_multiplier": sigma, "rounds": 1, "delta": 1e-5}
+    return release_plan(population, **{**fields, **options})
 
 
 def run(method, plan, data, nodes=SILOS, text=TEXT):

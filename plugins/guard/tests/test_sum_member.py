@@ -21,7 +21,6 @@ from flower_ext.privacy import (
     FullParticipation,
     NeighboringRelation,
     Release,
-    ReleasePlan,
     SecureSum,
     privacy_loss_of,
 )
@@ -33,6 +32,7 @@ from flower_ext_guard.flower_runtime import Runtime
 from flower_ext_guard.policy import read_policy
 from flower_ext_guard.service import Guard
 from tests.support.identities import write_identities
+from tests.support.plans import release_plan
 
 pytestmark = [pytest.mark.timeout(300)]
 
@@ -81,15 +81,9 @@ def sites(tmp_path):
 
 
 def run(grid, *, way="honest", **plan):
-    terms = {
-        "sampling": FullParticipation(SITES),
-        "clipping_norm": 1.0,
-        "noise_multiplier": MULTIPLIER,
-        "rounds": 1,
-        "delta": 1e-6,
-        "noise_placement": SIGNED,
-    }
-    strategy = FederatedStrategy(DPFedAvg(), ReleasePlan(**{**terms, **plan}), evaluate_every=0)
+    fields = {"clipping_norm": 1.0, "noise_multiplier": MULTIPLIER, "rounds": 1, "delta": 1e-6}
+    chosen = release_plan(SITES, **{**fields, "noise_placement": SIGNED, **plan})
+    strategy = FederatedStrategy(DPFedAvg(), chosen, evaluate_every=0)
     start = ArrayRecord({"vector": Array(np.zeros(4, np.float32))})
     config = ConfigRecord({"way": way})
     return strategy, strategy.start(grid, start, num_rounds=1, train_config=config)

@@ -1,7 +1,6 @@
 """Small runs of private weighting over ring-LWE, and the plain sum they must equal."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +9,7 @@ from flower_ext_lattice.messages import LatticeKey, LatticeSum, LatticeWeights
 from flower_ext_lattice.server import LatticeServer
 from flower_ext_lattice.settings import LatticeSettings
 from flower_ext_lattice.silo import LatticeSilo
-from tests.support.weighting import close, play
+from tests.support.weighting import Parties, close
 
 
 def lattice_settings(**changes) -> LatticeSettings:
@@ -54,15 +53,8 @@ def weigh(silo, opening, updates, noise) -> LatticeSum:
 
 
 @dataclass
-class LatticeWorld:
-    """Parties that have exchanged keys and counts. ``sent`` collects all their messages."""
-
-    settings: LatticeSettings
-    counts: np.ndarray
-    save: Callable[[bytes], None] = lambda state: None
-    sent: list = field(default_factory=list)
-    asked: list = field(default_factory=list)
-    answered: list = field(default_factory=list)
+class LatticeWorld(Parties):
+    """Parties of the protocol with ring-LWE that have exchanged keys and counts."""
 
     def __post_init__(self):
         facts = self.settings
@@ -72,14 +64,6 @@ class LatticeWorld:
             silo.save = self.save
         self.play(self.server.set_up())
         self.sent.append(LatticeKey.from_bytes(self.server.public_key, facts))
-
-    def play(self, dialogue):
-        return play(dialogue, self.silos, self.counts, self.asked, self.answered)
-
-    def answers(self, step) -> list[bytes]:
-        """Return all answers of silos to a step."""
-        of_step = [of_silos for name, of_silos in self.answered if name == step]
-        return [data for of_silos in of_step for data in of_silos.values()]
 
     @property
     def order(self) -> list[int]:
@@ -93,10 +77,6 @@ class LatticeWorld:
         updates *= scale * facts.clipping_norm / np.linalg.norm(updates, axis=2, keepdims=True)
         noise = facts.noise_stddev * rng.standard_normal((facts.silos, facts.coordinates))
         return updates, noise
-
-    def updates_of(self, silo: int, updates: np.ndarray) -> dict[int, np.ndarray]:
-        """Return the updates of the users that have records in ``silo``."""
-        return {int(user): updates[silo, user] for user in np.flatnonzero(self.counts[silo])}
 
     def begin(self, number, places=None) -> Opening:
         """Begin a round: by default, one in which all users take part or the silos draw."""
@@ -114,17 +94,6 @@ class LatticeWorld:
         sums = self.weigh(opening, updates, noise)
         self.sent += [opening.weights, *sums]
         return close(self.server, sums)
-
-    def plain(self, updates, noise, users=None) -> np.ndarray:
-        """Return the same sum without encryption, one product at a time."""
-        total = np.zeros(self.settings.coordinates)
-        for silo in range(self.settings.silos):
-            for user in range(self.settings.users) if users is None else users:
-                if self.counts[silo, user]:
-                    weight = self.counts[silo, user] / self.counts[:, user].sum()
-                    total = total + weight * updates[silo, user]
-            total = total + noise[silo]
-        return total
 
 
 def draw_counts(rng: np.random.Generator, settings: LatticeSettings) -> np.ndarray:

@@ -296,7 +296,7 @@ def test_every_round_has_fresh_randomness(world, monkeypatch):
 
 
 @pytest.mark.parametrize("lost", ["ternary", "errors"])
-def test_words_of_c1_would_be_predictable_without_r_or_e2(world, monkeypatch, lost):
+def test_words_of_c1_would_be_predictable_without_r_or_e2(monkeypatch, lost):
     """Without records, c1 is r · pk1 + e2: small without r, and a multiple of pk1 without e2."""
     idle = world_of([[0, 0], [5, 9]], coordinates=DEGREE)
     idle.updates, idle.noise = idle.draw(np.random.default_rng(1))

@@ -16,7 +16,6 @@ from flower_ext.privacy import (
     AdversaryView,
     FullParticipation,
     PoissonSampling,
-    ReleasePlan,
     SecureSum,
 )
 from flower_ext.privacy.mechanisms.adaptive_clipping import SIDE, rows_with_sides, with_side
@@ -24,6 +23,7 @@ from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.training import Task
 from tests.support.grids import grid
+from tests.support.plans import quiet_clipping, release_plan
 from tests.support.pulls import ONE_STEP, initial, model, pull, silo_data
 
 SILOS, USERS = 3, 40
@@ -40,15 +40,8 @@ LENGTHS = math.sqrt(2) * np.array([*FORCES.values()])
 
 
 def plan_of(clipping, rounds=1, **changes):
-    terms = {"sampling": FullParticipation(USERS), "noise_multiplier": 1e-3, "delta": 1e-5}
-    return ReleasePlan(clipping_norm=clipping, rounds=rounds, **{**terms, **changes})
-
-
-def adaptive(**changes):
-    """Return an adaptive norm whose counts have next to no noise."""
-    return AdaptiveClipping(
-        **{"initial_norm": 1.0, "count_noise_stddev": 0.05, "learning_rate": 0.5, **changes}
-    )
+    fields = {"clipping_norm": clipping, "noise_multiplier": 1e-3, "delta": 1e-5, **changes}
+    return release_plan(USERS, rounds=rounds, **fields)
 
 
 def start(clipping, rounds, *, weighting="equal", sum=None, data=None, **changes):
@@ -112,21 +105,21 @@ def shares(user):
     ),
 )
 def test_each_part_of_a_user_counts_by_its_weight(placement, weighting, weight):
-    norms, _ = start(adaptive(), 3, weighting=weighting, noise_placement=placement)
+    norms, _ = start(quiet_clipping(), 3, weighting=weighting, noise_placement=placement)
     assert norms == pytest.approx(steps(weight, 3), rel=0.02)
 
 
 @pytest.mark.parametrize("begin", [0.2, pytest.param(5.0, marks=pytest.mark.full)])
 def test_the_norm_finds_the_median_of_users_parts(begin):
-    clipping = adaptive(initial_norm=begin, learning_rate=1.0)
+    clipping = quiet_clipping(initial_norm=begin, learning_rate=1.0)
     norms, _ = start(clipping, 12, weighting="by-records")
     assert norms[-1] == pytest.approx(np.median(LENGTHS), rel=0.25)
 
 
 def test_users_in_few_silos_count_as_half_within_the_norm_elsewhere():
     """With equal weights the norm moves more slowly, to the same median."""
-    norms, _ = start(adaptive(initial_norm=8.0), 3)
-    fast, _ = start(adaptive(initial_norm=8.0), 3, weighting="by-records")
+    norms, _ = start(quiet_clipping(initial_norm=8.0), 3)
+    fast, _ = start(quiet_clipping(initial_norm=8.0), 3, weighting="by-records")
     assert np.median(LENGTHS) < fast[-1] < norms[-1] < 8.0
 
 
@@ -190,13 +183,13 @@ def test_a_silo_without_users_sends_a_sum_with_room_for_sides():
     data = [silo_data([0, 1], [1.0, 2.0]), silo_data([2], [1.0])]
     empty = silo_data([0], [1.0])
     empty = type(empty)(train=empty.train.subset([]), test=empty.test, owners=empty.owners[:0])
-    norms, _ = start(adaptive(), 2, data=[*data, empty])
+    norms, _ = start(quiet_clipping(), 2, data=[*data, empty])
     assert len(norms) == 3
 
 
 def test_methods_and_sums_that_cannot_follow_a_norm_are_refused_by_name():
     pytest.importorskip("gmpy2")
     with pytest.raises(ValueError, match=r"sum=weighted_sum\(…\): expected a number"):
-        start(adaptive(), 1, weighting="by-records", sum=weighted_sum())
+        start(quiet_clipping(), 1, weighting="by-records", sum=weighted_sum())
     with pytest.raises(ValueError, match="expected a number.*clip each user's update"):
-        FederatedStrategy(UldpNaive(num_silos=SILOS, local=ONE_STEP), plan_of(adaptive()))
+        FederatedStrategy(UldpNaive(num_silos=SILOS, local=ONE_STEP), plan_of(quiet_clipping()))

@@ -1,21 +1,14 @@
 """The plans that Uldp-FL's methods accept."""
 
+from functools import partial
+
 import pytest
 
 from flower_ext.algorithms.uldp.plan_checks import sums_of_users
-from flower_ext.privacy import FixedSizeSampling, FullParticipation, ReleasePlan
-from tests.support.plans import mechanism_of
+from flower_ext.privacy import FixedSizeSampling
+from tests.support.plans import mechanism_of, release_plan
 
-
-def plan(**changes) -> ReleasePlan:
-    fields = {
-        "sampling": FullParticipation(100),
-        "clipping_norm": 1.0,
-        "noise_multiplier": 5.0,
-        "rounds": 100,
-        "delta": 1e-5,
-    }
-    return ReleasePlan(**{**fields, **changes})
+plan = partial(release_plan, 100, clipping_norm=1.0, noise_multiplier=5.0, rounds=100, delta=1e-5)
 
 
 @pytest.mark.parametrize(

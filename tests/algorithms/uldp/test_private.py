@@ -192,7 +192,7 @@ def test_only_silo_0_answers_a_draw_and_the_server_gets_group_elements():
 @pytest.mark.parametrize(
     "protocol",
     grid_of(INSTALLED, lambda protocol: name_of(protocol) == "paillier"),
-    ids=lambda protocol: name_of(protocol),
+    ids=name_of,
 )
 def test_a_draw_that_silo_0_does_not_answer_discards_the_round(protocol, tmp_path):
     class Silent(InProcessGrid):

@@ -70,7 +70,7 @@ def test_the_model_is_that_of_a_server_that_draws_the_same_users(method, weighti
         np.testing.assert_array_equal(ours[name], array)
 
 
-def test_the_server_sends_weights_of_all_users_and_stores_no_draw(monkeypatch):
+def test_the_server_sends_weights_of_all_users_and_stores_no_draw():
     strategy = strategy_that_draws(local=LOCAL)
     grid, _ = run(strategy, rounds=2)
     requests = [m.content[USER_WEIGHTS] for m in grid.sent if stage_of(m) == "train"]

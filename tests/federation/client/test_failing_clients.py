@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,13 +18,13 @@ from flower_ext.privacy import (
     FullParticipation,
     NonPrivatePlan,
     RecordLevelPlan,
-    ReleasePlan,
     SecureScores,
     SecureSum,
 )
 from flower_ext.training import LocalTraining
 from tests.support.failing import FAILING, KINDS, failing_task
 from tests.support.grids import grid as grid_of
+from tests.support.plans import release_plan
 from tests.support.silos import USERS, silos
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder
@@ -33,18 +34,7 @@ CLIENTS, EXAMPLES = 8, 30
 FAST = LocalTraining(epochs=1, batch_size=10, learning_rate=0.1)
 FULL = LocalTraining(steps=1, batch_size=EXAMPLES, learning_rate=0.1)
 OPTIONS = {"evaluate_every": 0, "seed": 1, "timeout": 5.0}
-
-
-def released(**changes):
-    """Return a plan with hardly any noise."""
-    facts = {
-        "sampling": FullParticipation(CLIENTS),
-        "clipping_norm": 0.5,
-        "noise_multiplier": 1e-6,
-        "rounds": 3,
-        "delta": 1e-5,
-    }
-    return ReleasePlan(**{**facts, **changes})
+released = partial(release_plan, CLIENTS, noise_multiplier=1e-6, delta=1e-5)  # hardly any noise
 
 
 def of_records(**changes):
@@ -63,7 +53,6 @@ def ditto(plan):
 SUMS = SecureSum(colluding=0.0, dropouts=0.3)
 SETUPS = {
     "discard": lambda: fedavg(released()),
-    "top-up": lambda: fedavg(released()),
     "server": lambda: fedavg(released(noise_placement="server")),
     "secure sum": lambda: fedavg(released(noise_multiplier=1.0, noise_placement=SUMS)),
     "head": lambda: strategy_of(DP2FedSAM, plan=released(), head=FAST, extractor=FAST, **OPTIONS),

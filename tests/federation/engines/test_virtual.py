@@ -79,7 +79,7 @@ def counting() -> CohortApp:
     return app
 
 
-def ask(grid: VirtualGrid, clients: list[int], fails: int = -1) -> list[Message]:
+def ask(clients: list[int], fails: int = -1) -> list[Message]:
     content = RecordDict({"ask": ConfigRecord({"fails": fails})})
     return [Message(content, dst_node_id=c, message_type="query", group_id="5") for c in clients]
 
@@ -88,8 +88,8 @@ def test_each_client_has_a_separate_partition_state_and_error():
     grid = on_virtual_nodes(counting())
     clients = list(grid.get_node_ids())
     assert len(clients) == CLIENTS
-    list(grid.send_and_receive(ask(grid, clients[:5])))
-    replies = list(grid.send_and_receive(ask(grid, clients, fails=3)))
+    list(grid.send_and_receive(ask(clients[:5])))
+    replies = list(grid.send_and_receive(ask(clients, fails=3)))
     by_client = {reply.metadata.src_node_id: reply for reply in replies}
     assert set(by_client) == set(clients)
     failed = by_client.pop(clients[3])
@@ -101,17 +101,17 @@ def test_each_client_has_a_separate_partition_state_and_error():
         assert facts["seen"] == 1 + (client in clients[:5])
         assert reply.metadata.group_id == "5"
     # The client's effects before it failed are undone.
-    (again,) = grid.send_and_receive(ask(grid, [clients[3]]))
+    (again,) = grid.send_and_receive(ask([clients[3]]))
     assert again.content.config_records["own"]["seen"] == 2
 
 
 def test_two_messages_to_one_client_are_answered_one_after_the_other():
     grid = on_virtual_nodes(counting())
     clients = list(grid.get_node_ids())
-    replies = list(grid.send_and_receive(ask(grid, [clients[1], clients[0], clients[1]])))
+    replies = list(grid.send_and_receive(ask([clients[1], clients[0], clients[1]])))
     assert [reply.content.config_records["own"]["seen"] for reply in replies] == [1, 1, 2]
     assert [reply.metadata.src_node_id for reply in replies] == [clients[1], *clients[:2]]
-    replies = grid.send_and_receive(ask(grid, [clients[1], clients[1]]))
+    replies = grid.send_and_receive(ask([clients[1], clients[1]]))
     assert [reply.content.config_records["own"]["seen"] for reply in replies] == [3, 4]
 
 
@@ -128,7 +128,7 @@ def test_entries_that_a_client_deletes_from_its_state_stay_deleted():
     grid = on_virtual_nodes(app)
     clients = list(grid.get_node_ids())
     for had in (False, True, False):
-        replies = grid.send_and_receive(ask(grid, clients))
+        replies = grid.send_and_receive(ask(clients))
         assert {reply.content.config_records["own"]["had"] for reply in replies} == {had}
 
 
@@ -140,7 +140,7 @@ def test_clients_of_nodes_that_flower_could_not_reach_are_silent():
 
     grid = VirtualGrid(Lossy(counting(), num_clients=CLIENTS // PER_NODE), PER_NODE)
     clients = list(grid.get_node_ids())
-    replies = grid.send_and_receive(ask(grid, clients))
+    replies = grid.send_and_receive(ask(clients))
     assert [reply.metadata.src_node_id for reply in replies] == clients[4:8]
 
 
@@ -201,7 +201,7 @@ def test_nonsense_of_a_node_is_an_error_of_each_of_its_clients(nonsense):
     grid = VirtualGrid(nodes := Hostile(counting(), num_clients=3), PER_NODE)
     nodes.nonsense = nonsense
     clients = list(grid.get_node_ids())
-    replies = list(grid.send_and_receive(ask(grid, clients)))
+    replies = list(grid.send_and_receive(ask(clients)))
     assert len(replies) == CLIENTS
     failed = {reply.metadata.src_node_id for reply in replies if reply.has_error()}
     assert failed == set(clients[8:])
@@ -213,4 +213,4 @@ def test_numbers_that_make_no_sense_are_refused():
         VirtualGrid(InProcessGrid(counting(), num_clients=1), 0)
     grid = on_virtual_nodes(counting())
     with pytest.raises(ValueError, match="dst_node_id=1: expected"):
-        grid.send_and_receive(ask(grid, [1]))
+        grid.send_and_receive(ask([1]))

@@ -28,6 +28,7 @@ from flower_ext.privacy.mechanisms.adaptive_clipping import (
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate
 from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
+from tests.support.plans import release_plan
 
 NORM, SIGMA, COHORT = 0.3, 1.5, 40
 LIKE = {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float32)}
@@ -36,14 +37,9 @@ PLACEMENTS = ("client", "server", SecureSum(colluding=0.0, dropouts=0.2))
 
 
 def plan(clipping_norm=None, **changes):
-    facts = {
-        "sampling": FullParticipation(COHORT),
-        "clipping_norm": clipping_norm or AdaptiveClipping(initial_norm=NORM),
-        "noise_multiplier": SIGMA,
-        "rounds": 3,
-        "delta": 1e-3,
-    }
-    return ReleasePlan(**{**facts, **changes})
+    clipping_norm = clipping_norm or AdaptiveClipping(initial_norm=NORM)
+    fields = {"clipping_norm": clipping_norm, "noise_multiplier": SIGMA, "delta": 1e-3, **changes}
+    return release_plan(COHORT, **fields)
 
 
 def update(norm, rng):

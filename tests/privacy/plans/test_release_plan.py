@@ -33,6 +33,7 @@ from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.shared_ledger import Charge, charge
 from flower_ext.privacy.study_composition import total_spent
 from tests.support.grids import grid
+from tests.support.plans import release_plan
 from tests.support.sums import aggregate
 
 DIMENSION = 200_000
@@ -41,14 +42,8 @@ LIKE = {"a": np.zeros(DIMENSION - 1, np.float32), "b": np.zeros((), np.float32)}
 
 def mechanism_of(sampling=None, **changes):
     """Return the mechanism of a plan."""
-    facts = {
-        "sampling": sampling or PoissonSampling(50, 0.2),
-        "clipping_norm": 0.5,
-        "noise_multiplier": 1.5,
-        "rounds": 10,
-        "delta": 1e-2,
-    }
-    return ReleasePlan(**{**facts, **changes}).mechanism()
+    fields = {"noise_multiplier": 1.5, "rounds": 10, "delta": 1e-2, **changes}
+    return release_plan(50, sampling or PoissonSampling(50, 0.2), **fields).mechanism()
 
 
 def upload(mechanism, cohort_size: int, seed: int):
@@ -350,8 +345,7 @@ def test_correlated_noise_refuses_cohorts_that_break_its_bound(changes, refusal)
 
 @pytest.mark.parametrize("traits", [{"num_silos": 3}, {"bounds_units": True}])
 def test_correlated_noise_refuses_users_in_silos(traits):
-    facts = {"clipping_norm": 0.5, "noise_multiplier": 1.0, "rounds": 3, "delta": 1e-2}
-    plan = ReleasePlan(sampling=SPACED, noise_placement="server", **facts)
+    plan = release_plan(12, SPACED, noise_placement="server", delta=1e-2)
     with pytest.raises(InvalidValue, match="counted in all silos together"):
         plan.mechanism(MethodTraits(name="test", **traits))
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,23 +20,17 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.accounting.participations import Participations
 from tests.support.guarantees import by_view
-from tests.support.plans import mechanism_of
+from tests.support.plans import mechanism_of, release_plan
 
 BOUNDS = (("accuracy", 0.0, 1.0), ("loss", 0.5, 4.5))
 SCORES = SecureScores(noise_multiplier=3.0, times=4, bounds=BOUNDS)
-
-
-def plan(**changes):
-    facts = {
-        "sampling": FullParticipation(100),
-        "clipping_norm": 0.5,
-        "noise_multiplier": 1.0,
-        "rounds": 3,
-        "delta": 0.001,
-        "noise_placement": SecureSum(colluding=0.1, dropouts=0.1),
-        "queries": (SCORES,),
-    }
-    return ReleasePlan(**{**facts, **changes})
+plan = partial(
+    release_plan,
+    100,
+    delta=0.001,
+    noise_placement=SecureSum(colluding=0.1, dropouts=0.1),
+    queries=(SCORES,),
+)
 
 
 class Scored:

@@ -242,7 +242,7 @@ def test_models_that_could_mix_or_gain_nothing_train_one_by_one(model, loss):
     assert max(trained(task, jobs)[1]) == 1
 
 
-def test_the_number_of_threads_is_as_before(monkeypatch):
+def test_the_number_of_threads_is_as_before():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

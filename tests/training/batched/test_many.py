@@ -195,6 +195,7 @@ def test_an_example_may_have_many_targets(batched):
         return torch.bucketize(job.examples.features, torch.tensor([-0.5, 0.5]))
 
     same(train_many(problem(Tagging), list(jobs())), one_by_one(problem(Tagging), list(jobs())))
+    assert sum(batched) == len(UNEVEN)
 
 
 def double():
@@ -299,8 +300,9 @@ def test_models_in_the_given_jobs_stay_unchanged(batched):
     jobs = jobs_of(Dense, [SGD], ALIKE)
     before = [{n: p.clone() for n, p in job.params.items()} for job in jobs]
     train_many(problem(), jobs)
+    assert sum(batched) == len(ALIKE)
     for job, kept in zip(jobs, before, strict=True):
-        assert all(torch.equal(job.params[n], p) for n, p in kept.items())
+        torch.testing.assert_close(job.params, kept, rtol=0, atol=0)
 
 
 def chained():
@@ -330,7 +332,7 @@ def test_where_asked_for_no_model_depends_on_which_others_train(model, sizes):
     for absent in range(len(sizes)):
         rest = trained([index for index in range(len(sizes)) if index != absent])
         for index, one in rest.items():
-            assert all(torch.equal(p, everyone[index][name]) for name, p in one.items())
+            torch.testing.assert_close(one, everyone[index], rtol=0, atol=0)
 
 
 def pooled():
@@ -401,7 +403,7 @@ def test_a_lone_batch_invariant_model_equals_one_in_a_group(model, size, batch_s
     every = trained([0, 1, 2, 3, 4])
     for clients in ([0], [3], [0, 4], [1, 2, 3]):
         for client, model in trained(clients).items():
-            assert all(torch.equal(p, every[client][name]) for name, p in model.items())
+            torch.testing.assert_close(model, every[client], rtol=0, atol=0)
 
 
 class OfAnyLength(nn.Module):
@@ -485,6 +487,7 @@ def test_models_come_batch_by_batch_and_are_those_of_all_at_once(batched):
     }
     ours = [models[index] for index in range(len(sizes))]
     same(ours, train_many(task, jobs_of(Dense, [SGD], sizes)))
+    assert sum(batched) == len(sizes)
 
 
 @pytest.mark.parametrize("model", [Dense, perceptron], ids=["Dense", "perceptron"])
@@ -504,4 +507,4 @@ def test_jobs_that_restart_because_another_raises_train_on_the_same_mini_batches
     assert isinstance(ours.pop(2), Exception)
     assert sorted(ours) == [0, 1, 3, 4, 5, 6]
     for index, model_of_job in ours.items():
-        assert all(torch.equal(p, theirs[index][name]) for name, p in model_of_job.items())
+        torch.testing.assert_close(model_of_job, theirs[index], rtol=0, atol=0)

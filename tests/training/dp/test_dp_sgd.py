@@ -163,7 +163,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("which", FORMS)
-def test_gradients_are_written_down_only_where_that_takes_less(which, monkeypatch):
+def test_gradients_are_written_down_only_where_that_takes_less(which):
     """The sizes make the tests above use each form."""
     model, shape = MODELS[which]
     task, data = problem(model), records(shape, 5)

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -22,9 +23,10 @@ from flower_ext.federation import (
     Yogi,
     records,
 )
-from flower_ext.privacy import FullParticipation, NonPrivatePlan, ReleasePlan
+from flower_ext.privacy import FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining
 from tests.support import secure_runs, silos, worlds
+from tests.support.plans import release_plan
 from tests.support.private_silos import SMALL
 from tests.support.strategies import private_strategy_of, strategy_of
 
@@ -54,11 +56,7 @@ class RecordedUldp(_Recorded, UldpAvg):
     """ULDP-AVG whose steps are kept."""
 
 
-def released_plan(**changes):
-    facts = {"clipping_norm": 0.5, "noise_multiplier": 1.0, "rounds": 5, "delta": 1e-5}
-    return ReleasePlan(sampling=FullParticipation(CLIENTS), **{**facts, **changes})
-
-
+released_plan = partial(release_plan, CLIENTS, rounds=5, delta=1e-5)
 PLAIN = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
 STRATEGIES = {
     "no privacy": (lambda: strategy_of(RecordedAvg, plan=PLAIN, server=ADAM, **OPTIONS), 1),

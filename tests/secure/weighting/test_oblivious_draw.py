@@ -115,7 +115,7 @@ def test_a_silo_cannot_learn_its_choice_or_open_other_weights():
 
 
 @pytest.mark.full
-def test_the_place_of_the_weights_does_not_reveal_the_draw(monkeypatch, rng):
+def test_the_place_of_the_weights_does_not_reveal_the_draw(monkeypatch):
     """A server that always puts the weights first draws every user equally often, too."""
     monkeypatch.setattr(
         "flower_ext.secure.weighting.paillier_server.SystemRandom",

@@ -7,18 +7,7 @@ import pytest
 
 from flower_ext.privacy import LocalObjective
 from flower_ext.privacy.theorems.upcycled_theorem import NEGLIGIBLE_DISTANCE, large_enough
-
-# An L2-regularised logistic regression of two classes, solved exactly.
-KNOWN = LocalObjective(
-    convex=True,
-    generalised_linear=True,
-    gradient_bound=1.0,
-    curvature_bound=0.25,
-    feature_norm_bound=1.0,
-    proximal_weight=0.1,
-    distance_to_minimiser=0.0,
-    memoryless=True,
-)
+from tests.support.upcycled_problems import KNOWN
 
 
 @pytest.mark.parametrize(
