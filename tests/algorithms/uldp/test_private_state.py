@@ -117,7 +117,7 @@ def test_what_encoding_and_dither_add_to_the_sensitivity_is_paid_for(tmp_path):
 
 
 @EVERY
-def test_a_resumed_run_sets_up_new_keys_and_counts_the_rounds_of_both_processes(protocol, tmp_path):
+def test_a_resumed_run_has_new_keys_and_counts_all_rounds(protocol, tmp_path):
     privately = partial(make, protocol=protocol)
 
     def of(directory, rounds, make_run=privately):
@@ -135,7 +135,7 @@ def test_a_resumed_run_sets_up_new_keys_and_counts_the_rounds_of_both_processes(
         of(RunWriter.resume(tmp_path / "run"), 4, make_openly)
 
 
-def test_a_run_that_died_in_its_first_round_does_not_go_on_with_another_sum(tmp_path):
+def test_a_run_that_died_in_round_one_keeps_its_sum(tmp_path):
     """Without a checkpoint, its recorded settings alone tell the two runs apart."""
     for strategy, error, match in (
         (make(), Died, ""),

@@ -283,7 +283,7 @@ def test_rounding_to_a_models_precision_is_within_the_sensitivity(norm, dtype):
         )
 
 
-def test_a_bound_by_the_minimiser_assumes_that_training_finds_it_whatever_the_records_are():
+def test_a_bound_by_the_minimiser_assumes_that_training_finds_it():
     """A client whose training fails sends the received model, up to 2τ from a neighbour's model."""
     for objective, is_assumed in ((KNOWN, True), (replace(KNOWN, convex=False), False)):
         _, provable = pair(OUTPUT, objective)
