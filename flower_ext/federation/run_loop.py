@@ -23,6 +23,7 @@ from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.run import MODEL, Run
 from flower_ext.privacy import BudgetExhausted
 from flower_ext.privacy.mechanisms.updates import require_finite
+from flower_ext.privacy.shared_ledger import check_charged
 
 log = getLogger("flwr")
 
@@ -210,11 +211,15 @@ class RunLoop:
                 query_sum.count_answer(run.participations)
         if is_unfinished and not run.clients.roster.known:
             run.population.equalise_counts()  # a node may have had another partition before
+        rounds, answers = run.participations.rounds, run.participations.answers
+        budget, is_private = run.spending.budget, run.mechanism.delta is not None
+        if budget is not None and budget.ledger is not None and is_private:
+            check_charged(budget.ledger, run.checkpoints.run_id, {"": rounds, **answers})
         save_guarantees(run)
         # A ledger that lacks a release was cut off or exchanged, and would show too much budget
         # left.
         if (ledger := run.spending.ledger) is not None:
-            ledger.check_holds(run.participations.rounds + run.participations.answers.total())
+            ledger.check_holds(rounds + answers.total())
         if is_unfinished and run.method.client.keeps_memory:
             self._check_memory()
         directory.forget_rounds(after=done)

@@ -9,6 +9,7 @@ have spent after this round. The run holds a lock while it composes all charges 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -88,6 +89,27 @@ def check_affordable(path: Path, new: Charge, budget: Budget) -> None:
     entries = entries_of(path)
     _check_relation(path, entries, new)
     _check_budget(path, entries, new, budget)
+
+
+def check_charged(path: Path, run: str, rounds: Mapping[str, int]) -> None:
+    """Refuse an account that lacks some of the rounds that a run has made.
+
+    ``rounds`` has the number of the run's answers to each query, by its name. Training rounds have
+    the empty name.
+    """
+    charges = Counter(
+        entry["query"]
+        for entry in entries_of(path)
+        if entry["kind"] == CHARGE and entry["run"] == run
+    )
+    for query, count in rounds.items():
+        if charges[query] < count:
+            what = f"answers to {query}" if query else "training rounds"
+            raise InvalidValue(
+                f"budget.ledger={str(path)!r} has {charges[query]} of the {count} {what} that this "
+                "run has made: expected the account with which the run began, because the budget "
+                "would not count the others; restore the file from a copy, or begin a new run"
+            )
 
 
 def entries_of(path: Path) -> list[dict[str, Any]]:

@@ -199,7 +199,7 @@ def test_a_client_without_examples_ends_no_run_that_has_a_budget(perturbation):
 
 
 @pytest.mark.parametrize("size", [np.array([12, 12]), np.array(-1), np.array(2.5), None])
-def test_a_malformed_answer_about_a_size_is_named_with_its_client(size):
+def test_a_malformed_size_is_named_with_its_client(size):
     class Odd(InProcessGrid):
         def send_and_receive(self, messages, *, timeout=None):
             replies = list(super().send_and_receive(messages, timeout=timeout))

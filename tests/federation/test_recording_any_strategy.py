@@ -19,9 +19,11 @@ from flower_ext.files import InUse, lock
 from flower_ext.privacy import (
     Budget,
     FullParticipation,
+    Ledger,
     NonPrivatePlan,
     PoissonSampling,
 )
+from flower_ext.privacy.study_composition import total_spent
 from flower_ext.runs import NotARun, RunDirectory, RunWriter, directory
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import LocalTraining
@@ -246,6 +248,23 @@ def test_a_budget_ends_the_run_and_another_start_does_not_spend_more(tmp_path):
     again, strategy, _ = play(tmp_path / "run", rounds=9, budget=budget)
     assert again.status == "budget-exhausted"
     assert strategy.participations.rounds == spent
+
+
+def test_a_run_that_an_account_lacks_does_not_join_it(tmp_path):
+    """The account would count the later rounds alone, and leave too much of the budget."""
+    budget = Budget(epsilon=9.0, delta=0.01, ledger=tmp_path / "account.jsonl")
+    play(tmp_path / "run", rounds=2)
+    with pytest.raises(InvalidValue, match="has 0 of the 2 training rounds"):
+        play(tmp_path / "run", rounds=3, budget=budget)
+    assert not budget.ledger.exists()
+    play(tmp_path / "charged", rounds=2, budget=budget, dies_in=2)
+    _, strategy, _ = play(tmp_path / "charged", rounds=3, budget=budget)
+    assert strategy.participations.rounds == 4  # with the round that was given up
+    total = total_spent(Ledger.read(budget.ledger), 0.01)
+    assert total == pytest.approx(strategy.guarantees()[1].epsilon)
+    budget.ledger.unlink()
+    with pytest.raises(InvalidValue, match="has 0 of the 4 training rounds"):
+        play(tmp_path / "charged", rounds=4, budget=budget)
 
 
 def test_a_strategy_is_recorded_once(tmp_path):

@@ -31,7 +31,7 @@ def cases_found(requests):
 
 
 @pytest.mark.parametrize("probability", [DECISION_ERROR, 1e-6])
-def test_only_a_very_rare_number_of_requests_is_a_fault(probability):
+def test_requests_are_a_fault_only_if_rare_among_many_decisions(probability):
     requests = int(LAW.isf(probability)) + 1  # at least so many are sent with this probability
     expected = [Case.SAMPLING] if LAW.sf(requests - 1) < DECISION_ERROR else []
     assert cases_found(requests) == expected

@@ -246,7 +246,9 @@ def test_a_resumed_run_counts_the_larger_costs_of_both_set_ups():
     assert strategy.run.mechanism.approximation_error == 1e-7
 
 
-def test_a_run_ends_before_a_round_that_the_settings_do_not_permit(tmp_path):
+def test_a_run_ends_before_a_round_that_its_settings_forbid(
+    tmp_path,
+):
     """A resumed run may have made a round more than planned, since it counts the abandoned one."""
     directory = RunWriter.create(tmp_path / "run", {})
     strategy = lattice_of(ledger=directory.open_ledger())

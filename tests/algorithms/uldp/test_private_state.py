@@ -135,7 +135,7 @@ def test_a_resumed_run_has_new_keys_and_counts_all_rounds(protocol, tmp_path):
         of(RunWriter.resume(tmp_path / "run"), 4, make_openly)
 
 
-def test_a_run_that_died_in_its_first_round_keeps_its_sum(tmp_path):
+def test_a_run_that_died_in_round_one_keeps_its_sum(tmp_path):
     """Without a checkpoint, its recorded settings alone tell the two runs apart."""
     for strategy, error, match in (
         (make(), Died, ""),

@@ -244,7 +244,7 @@ def test_an_empty_draw_of_users_is_a_round_of_noise():
     assert strategy.participations.in_sums == 0
 
 
-def test_no_answer_to_a_question_shows_whether_a_silo_is_empty():
+def test_no_first_answer_shows_whether_a_silo_has_records():
     """With equal weights, the server asks for nothing that depends on the data."""
 
     def answers(data):
