@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from types import SimpleNamespace
 
-from benchmarks.runs import APPS, Config, Experiment, preset_settings
-from flower_ext.federation.engines.run_app import load_app
+from benchmarks.runs import Config, Experiment, app_module, preset_settings
 from flower_ext.privacy.guarantee import Basis
 from flower_ext_planner.convergence import DittoProblem
 from flower_ext_planner.search import best_schedule
@@ -88,9 +86,7 @@ def pilot(experiment: Experiment, changes: Config, seed: int) -> tuple[DittoProb
 
     The noise is the variance of an upload if the run has one round.
     """
-    load_app(APPS / "dp-ditto")
-    server = import_module("dp_ditto_app.server_app")
-    planner = import_module("dp_ditto_app.planner")
+    server, planner = (app_module("dp-ditto", name) for name in ("server_app", "planner"))
     config = experiment.config("pilot", changes, {"planner": "pilot", "seed": seed})
     settings = server.Settings.of(config)
     task = server.task_of(SimpleNamespace(run_config=config, node_config={}))

@@ -4,11 +4,12 @@ import math
 
 import pytest
 
-from benchmarks.runs import Experiment, experiment_parser, mean_and_error, parse_overrides
+from benchmarks.command_line import experiment_parser, parse_overrides
+from benchmarks.runs import Experiment, mean_and_error
 
 
 def test_an_override_has_the_type_of_the_default_of_its_app():
-    parser = experiment_parser("dp2-fedsam", None)
+    parser = experiment_parser(None)
     texts = ["clients=10", "epsilon=4", "seeded-noise=true", "model=mnist-cnn"]
     assert parse_overrides(parser, "dp2-fedsam", texts) == {
         "clients": 10,
@@ -24,7 +25,7 @@ def test_an_override_has_the_type_of_the_default_of_its_app():
 )
 def test_an_override_that_the_app_cannot_read_fails_the_command(text, error, capsys):
     with pytest.raises(SystemExit):
-        parse_overrides(experiment_parser("dp2-fedsam", None), "dp2-fedsam", [text])
+        parse_overrides(experiment_parser(None), "dp2-fedsam", [text])
     assert error in capsys.readouterr().err
 
 
