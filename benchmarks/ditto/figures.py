@@ -270,13 +270,7 @@ def provable(experiment: Experiment, scale: Scale) -> str:
         **length_settings(10),
     }
     worlds: dict[str, Config] = {
-        "digits": {
-            "dataset": "digits",
-            "examples-per-client": 75,
-            "batch-size": 16,
-            "delta": 1e-4,
-            **length_settings(30),
-        },
+        "digits": WORLDS["digits"] | length_settings(30),
         "MNIST": WORLDS["mnist-dnn"] | on_mnist,
         "Fashion-MNIST": WORLDS["fashion-mnist-dnn"] | on_mnist,
     }
