@@ -72,6 +72,7 @@ class Experiment:
 
     def run(self, configs: Sequence[Config], title: str) -> list[RunDirectory]:
         """Run the configurations whose runs are missing; return all runs in their order."""
+        load_app(self.app)  # workers are forks, and share what the app imports
         with ProcessPoolExecutor(self.workers) as pool:
             waiting = [pool.submit(run, self.app, config) for config in configs]
             for done in track(as_completed(waiting), total=len(waiting), description=title):
