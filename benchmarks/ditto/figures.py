@@ -30,9 +30,8 @@ from flower_ext_planner.search import Outcome, alternating_search
 
 ACCURACY, LOSS, SPREAD = "accuracy_mean", "training_loss_mean", "training_loss_std"
 WORST, JAIN = "accuracy_worst_decile", "accuracy_jain"
-CURVES = {ACCURACY: 3, LOSS: 4, SPREAD: 4}
-"""Digits of the metrics of every evaluation in tables."""
-FAIRNESS = {WORST: 3, JAIN: 3}
+CURVES = dict.fromkeys((ACCURACY, LOSS, SPREAD), 3)
+"""Digits that tables show of the metrics of every evaluation."""
 Sweep = Mapping[str, Mapping[int, Sequence[RunDirectory]]]
 """Runs over seeds, by label and T."""
 
@@ -338,7 +337,7 @@ def _against_rounds(experiment: Experiment, name: str, sweep: Sweep, metrics: Se
     rows = rows_of(
         "dp-ditto", *(runs for by_rounds in sweep.values() for runs in by_rounds.values())
     )
-    return f"{name}\n\n{rounds_table(rows, CURVES | FAIRNESS)}"
+    return f"{name}\n\n{rounds_table(rows, CURVES | dict.fromkeys((WORST, JAIN), 3))}"
 
 
 FIGURES: dict[str, Callable[[Experiment, Scale], str]] = {
