@@ -91,7 +91,7 @@ def test_gains_are_by_seed():
     assert gains(ours, others, "a") == [3.0, 2.0]
 
 
-def test_gains_are_sure_beyond_two_standard_errors_and_none_if_they_are_rounding():
+def test_gains_beyond_two_standard_errors_are_sure():
     pairs = [[1.0, 1.2], [0.0, 3.0], [-1.0, -1.2], [1e-17, 1e-17]]
     assert count_gains(pairs, digits=2) == (2, 2, 1)
     assert count_gains([[0.004, 0.004]], digits=2) == (0, 1, 0)
