@@ -14,7 +14,8 @@ import statistics
 from collections.abc import Iterator, Mapping
 from itertools import product
 
-from benchmarks.runs import Config, Experiment, experiment_parser, last_value
+from benchmarks.command_line import experiment_parser
+from benchmarks.runs import Config, Experiment, last_value
 from flower_ext.files import write_rows
 from flower_ext.privacy import (
     CorrelatedNoise,
@@ -92,7 +93,7 @@ CASES: Mapping[str, Config] = {
 
 def main() -> None:
     """Compute the ratios, run missing runs, and write both tables."""
-    parser = experiment_parser("correlated", __doc__)
+    parser = experiment_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--datasets", nargs="*", choices=DATA, default=[*DATA])
     parser.add_argument("--epsilons", type=float, nargs="*", default=[2.0])

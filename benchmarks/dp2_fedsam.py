@@ -12,14 +12,8 @@ are kept, so an interrupted table continues.
 
 from __future__ import annotations
 
-from benchmarks.runs import (
-    APPS,
-    Config,
-    Experiment,
-    experiment_parser,
-    parse_overrides,
-    preset_settings,
-)
+from benchmarks.command_line import experiment_parser, parse_overrides
+from benchmarks.runs import APPS, Config, Experiment, preset_settings
 from flower_ext.runs import write_comparison
 from flower_ext.runs.app_settings import presets
 
@@ -49,7 +43,7 @@ DEFAULT: Config = {
 
 def main() -> None:
     """Run missing runs, then write the comparison."""
-    parser = experiment_parser("dp2-fedsam", __doc__)
+    parser = experiment_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--preset", choices=presets(APPS / "dp2-fedsam"), help="as in the paper")

@@ -26,11 +26,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
 
+from benchmarks.command_line import command_parser
 from flower_ext.privacy.mechanisms.noised_sum import NoisePlacement
 from flower_ext.runs.page import table
 from tests.faults import kill, processes
@@ -43,14 +42,16 @@ from tests.faults.worlds import CASES, PERSONALISED, PRIVATE
 DROPOUTS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
 
 
-def main(
-    quick: Annotated[bool, typer.Option("--quick", help="run a twentieth of everything")] = False,
-    output: Annotated[Path, typer.Option(help="folder of the report")] = Path("runs/faults"),
-    seed: Annotated[int, typer.Option(help="seed of all faults")] = 0,
-    points: Annotated[int, typer.Option(help="number of points at which to kill processes")] = 100,
-    only: Annotated[list[str] | None, typer.Option(help="parts to run; all by default")] = None,
-) -> None:
+def main() -> None:
     """Run, print and write the report."""
+    parser = command_parser(__doc__)
+    parser.add_argument("--quick", action="store_true", help="run a twentieth of everything")
+    parser.add_argument("--output", type=Path, default="runs/faults", help="folder of the report")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all faults")
+    parser.add_argument("--points", type=int, default=100, help="points at which to kill processes")
+    parser.add_argument("--only", nargs="+", action="extend", help="parts to run; all by default")
+    arguments = parser.parse_args()
+    quick, output, seed = arguments.quick, arguments.output, arguments.seed
     output.mkdir(parents=True, exist_ok=True)
     scale = 20 if quick else 1
     parts: dict[str, Callable[[], tuple[str, bool]]] = {
@@ -61,13 +62,13 @@ def main(
     }
     if not quick:
         parts |= {
-            "kill": lambda: killed_processes(points, seed=seed),
+            "kill": lambda: killed_processes(arguments.points, seed=seed),
             **{f"processes-{plan.name}": partial(real_processes, plan) for plan in processes.PLANS},
         }
-    for name in only or ():
-        if name not in parts:
-            raise typer.BadParameter(f"{name!r}: expected one of {', '.join(parts)}")
-    broken = run_parts({name: parts[name] for name in only or parts}, output / "faults.md")
+    chosen = arguments.only or [*parts]
+    if unknown := [name for name in chosen if name not in parts]:
+        parser.error(f"--only {unknown[0]}: expected one of {', '.join(parts)}")
+    broken = run_parts({name: parts[name] for name in chosen}, output / "faults.md")
     sys.exit(1 if broken else 0)
 
 
@@ -247,4 +248,4 @@ def real_processes(plan: processes.Plan) -> tuple[str, bool]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.getLogger("flwr").setLevel(logging.CRITICAL)
-    typer.run(main)
+    main()

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
+from benchmarks.command_line import experiment_parser
 from benchmarks.runs import (
     Config,
     Experiment,
     differences,
-    experiment_parser,
     last_value,
     last_values,
     mean_and_error,
@@ -87,7 +87,7 @@ TUNED: dict[str, Config] = {
 
 def main() -> None:
     """Run missing runs, print the tables, and write ``results.md``."""
-    parser = experiment_parser("finetuning", __doc__)
+    parser = experiment_parser(__doc__)
     parser.set_defaults(workers=1)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)

@@ -8,15 +8,16 @@ wall time and, for the guard, also processor time, which a busy machine does not
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO
+from unittest import mock
 
 import numpy as np
 
+from benchmarks.command_line import command_parser
 from flower_ext_guard import app_process, service
 from flower_ext_guard.flower_runtime import Runtime
 from flower_ext_guard.policy import GuardPolicy, read_policy
@@ -26,7 +27,7 @@ from plugins.guard.tests.supernode import LoopbackSuperNode
 
 def main() -> None:
     """Print seconds a message: of the app's process, and of everything else that the guard does."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks guard", description=__doc__)
+    parser = command_parser(__doc__)
     parser.add_argument("--numbers", type=int, default=1_000_000)
     parser.add_argument("--messages", type=int, default=10)
     options = parser.parse_args()
@@ -39,9 +40,12 @@ def main() -> None:
         app_seconds.append(time.perf_counter() - started)
         return answer
 
-    vars(service)["answer_of"] = timed
     arrays = {"vector": np.zeros(options.numbers, np.float32)}
-    with TemporaryDirectory() as folder, LoopbackSuperNode() as node:
+    with (
+        mock.patch.object(service, "answer_of", timed),
+        TemporaryDirectory() as folder,
+        LoopbackSuperNode() as node,
+    ):
         larger_limit = "answer-limit = 1_000_000_000"
         path = write_policy(Path(folder, "guard.toml"), epsilon=1e6)
         path.write_text(path.read_text().replace("answer-limit = 4_000_000", larger_limit))

@@ -18,7 +18,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.runs import Config, Experiment, experiment_parser, last_values, parse_overrides, run
+from benchmarks.command_line import experiment_parser, parse_overrides
+from benchmarks.runs import Config, Experiment, last_values, run
 from flower_ext.files import write_whole
 from flower_ext.privacy import AdversaryView, epsilon_text
 from flower_ext.runs import RunDirectory
@@ -68,7 +69,7 @@ HEADER = ("mechanism", "ε", "accuracy", "last norm", "seconds", "MB")
 
 def main() -> None:
     """Run missing runs, one after another, then write the table."""
-    parser = experiment_parser("mechanisms", __doc__)
+    parser = experiment_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("overrides", nargs="*", help="run-config values, name=value")
     arguments = parser.parse_args()

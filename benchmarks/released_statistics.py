@@ -9,16 +9,17 @@ and five silos at random. All statistics of a data set are released together.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-import typer
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
+from benchmarks.command_line import command_parser
 from flower_ext.data import Examples, SiloData, find_files
 from flower_ext.data.datasets import read_bytes
 from flower_ext.federation import FederatedStrategy, InProcessGrid
@@ -71,21 +72,20 @@ def creditcard(folder: Path | None) -> list[tuple[Columns, NDArray[np.int64]]]:
     ]
 
 
-def main(
-    data_folder: Annotated[Path | None, typer.Option(help="folder of the data sets")] = None,
-    runs: Annotated[int, typer.Option(help="rounds of each data set")] = 200,
-    epsilon: Annotated[float, typer.Option(help="ε of one round")] = 0.5,
-) -> None:
+def main() -> None:
     """Print for each statistic the share of its intervals that cover the exact number."""
+    parser = command_parser(__doc__)
+    parser.add_argument("--data-folder", type=Path, help="folder of the data sets")
+    parser.add_argument("--runs", type=int, default=200, help="rounds of each data set")
+    parser.add_argument("--epsilon", type=float, default=0.5, help="ε of one round")
+    arguments = parser.parse_args()
+    rest = arguments.data_folder, arguments.runs, arguments.epsilon
     rows = []
     for name, load, text in (
         ("HeartDisease", heart_disease, HEART),
         ("Creditcard", creditcard, CARD),
     ):
-        rows += [
-            (name, *row)
-            for row in coverage(load, read_statistics(text), data_folder, runs, epsilon)
-        ]
+        rows += [(name, *row) for row in coverage(load, read_statistics(text), *rest)]
     print(table(("data set", "statistic", "intervals", "covered", "mean standard error"), rows))
 
 
@@ -157,7 +157,5 @@ def coverage(
 
 
 if __name__ == "__main__":
-    import logging
-
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    typer.run(main)
+    main()

@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rich.progress import track
 
-from flower_ext.errors import InvalidValue
-from flower_ext.federation.engines.run_app import run_app
+from flower_ext.federation.engines.run_app import load_app, run_app
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.app_settings import checked_settings, declared_settings, preset
+from flower_ext.runs.app_settings import declared_settings, preset
 from flower_ext.runs.figures import Chart, Line, draw_lines
 from flower_ext.runs.settings import changed_settings, num_nodes
 
@@ -30,31 +31,16 @@ SEARCH_SEED = 1001
 """First seed of a search: trials see other clients, models and noise than the reported runs."""
 
 
-def experiment_parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """Return the parser of an experiment, with the options that all of them have."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks {name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--data-folder", default="", help="folder of the data sets")
-    parser.add_argument("--output", type=Path, required=True, help="folder for runs and results")
-    parser.add_argument("--workers", type=int, default=2, help="runs at a time")
-    return parser
+def app_module(app: str, name: str) -> ModuleType:
+    """Import a module of an app, such as ``silos`` of ``uldp-fl``."""
+    load_app(APPS / app)
+    return import_module(f"{app.replace('-', '_')}_app.{name}")
 
 
 def preset_settings(app: str, name: str, **chosen: Any) -> Config:
     """Return the settings of an app's preset, with others chosen (underscores for hyphens)."""
     changes = {key.replace("_", "-"): value for key, value in chosen.items()}
     return {**preset(APPS / app, name).settings(changes), **changes}
-
-
-def parse_overrides(parser: argparse.ArgumentParser, app: str, texts: Sequence[str]) -> Config:
-    """Return ``name=value`` texts as an app's settings; refuse an unfit text by the parser."""
-    try:
-        return checked_settings(APPS / app, texts)[1]
-    except InvalidValue as error:
-        parser.error(str(error))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +72,7 @@ class Experiment:
 
     def run(self, configs: Sequence[Config], title: str) -> list[RunDirectory]:
         """Run the configurations whose runs are missing; return all runs in their order."""
+        load_app(self.app)  # workers are forks, and share what the app imports
         with ProcessPoolExecutor(self.workers) as pool:
             waiting = [pool.submit(run, self.app, config) for config in configs]
             for done in track(as_completed(waiting), total=len(waiting), description=title):

@@ -27,9 +27,10 @@ from flwr.app import ArrayRecord
 from torch import nn
 from torch.nn.functional import avg_pool2d
 
+from benchmarks.command_line import experiment_parser
 from benchmarks.report.rows import Row, read_rows, select_rows, store_rows
 from benchmarks.report.tables.sharing import private_gains
-from benchmarks.runs import SEARCH_SEED, experiment_parser
+from benchmarks.runs import SEARCH_SEED
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
 from flower_ext.data import ClientData, Examples, datasets
 from flower_ext.federation import FederatedStrategy, InProcessGrid, Method
@@ -189,7 +190,7 @@ def measure_cell(cell: Cell, parts: tuple[Examples, Examples], seeds: int) -> li
 
 def main() -> None:
     """Measure the cells that are missing in the output folder; keep the rows of all."""
-    parser = experiment_parser("sharing", __doc__)
+    parser = experiment_parser(__doc__)
     parser.add_argument("--dataset", default="mnist", choices=("mnist", "digits"))
     parser.add_argument("--clients", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--examples", type=int, nargs="+", default=[5, 50])

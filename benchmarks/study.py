@@ -17,12 +17,11 @@ import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
 
 import numpy as np
-import typer
 from numpy.typing import NDArray
 
+from benchmarks.command_line import command_parser
 from benchmarks.released_statistics import rounds_of, terms_of
 from flower_ext.data import find_files
 from flower_ext.privacy import ReleasePlan, SecureSum
@@ -33,18 +32,19 @@ from flower_ext_consortium.statistics import read_statistics
 USERS, SILOS, DAYS, INTERVALS = 10_000, 5, 3600, 12
 
 
-def main(
-    data_folder: Annotated[Path | None, typer.Option(help="folder of the data sets")] = None,
-    rows: Annotated[int, typer.Option(help="rows of the file to link")] = 1_000_000,
-    output: Annotated[Path, typer.Option(help="folder of the figure")] = Path("figures"),
-) -> None:
+def main() -> None:
     """Print the times, and the largest difference between both curves."""
-    seconds, processor, megabytes = time_link(rows)
-    print(f"link of {rows:,} rows: {seconds:.0f} s ({processor:.0f} s of a processor)", end="")
-    print(f", {megabytes:.0f} MB")
+    parser = command_parser(__doc__)
+    parser.add_argument("--data-folder", type=Path, help="folder of the data sets")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the file to link")
+    parser.add_argument("--output", type=Path, default="figures", help="folder of the figure")
+    arguments = parser.parse_args()
+    seconds, processor, megabytes = time_link(arguments.rows)
+    print(f"link of {arguments.rows:,} rows: {seconds:.0f} s", end="")
+    print(f" ({processor:.0f} s of a processor), {megabytes:.0f} MB")
     seconds, processor = time_query()
     print(f"query of {USERS:,} users in {SILOS} silos: {seconds:.1f} s ({processor:.1f} s)")
-    figure, gap, error = draw_survival(data_folder, output)
+    figure, gap, error = draw_survival(arguments.data_folder, arguments.output)
     print(f"{figure}: curves differ by up to {gap:.3f}, with standard errors up to {error:.3f}")
 
 
@@ -122,4 +122,4 @@ def kaplan_meier(
 
 if __name__ == "__main__":
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    typer.run(main)
+    main()

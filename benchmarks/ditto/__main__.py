@@ -18,34 +18,33 @@ output folder are kept.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from benchmarks.command_line import changed_scale, experiment_parser, parse_overrides
 from benchmarks.ditto.experiment import DEFAULT, FULL, SETTINGS, WORLDS
 from benchmarks.ditto.figures import FIGURES
-from benchmarks.runs import Experiment, experiment_parser, parse_overrides
+from benchmarks.runs import Experiment
 
 
 def main() -> None:
     """Run missing runs, print the table, and write it to ``figure-<n>.md``."""
-    parser = experiment_parser("dp-ditto", __doc__)
+    parser = experiment_parser(__doc__)
     parser.add_argument("figure", choices=FIGURES)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, nargs="+", help="every T, of figures with several")
     parser.add_argument("--worlds", nargs="+", choices=WORLDS, help="worlds of Figures 3 to 6")
-    parser.add_argument("--no-search", action="store_true", help="use the paper's learning rate")
+    parser.add_argument(
+        "--no-search",
+        dest="learning_rates",
+        action="store_const",
+        const=(),
+        help="use the paper's learning rate",
+    )
     parser.add_argument("--full", action="store_true", help="the paper's three data sets")
     parser.add_argument("overrides", nargs="*", help="name=value, right after the figure")
     arguments = parser.parse_args()
     overrides = parse_overrides(parser, "dp-ditto", arguments.overrides)
-    scale = FULL if arguments.full else DEFAULT
-    if arguments.rounds:
-        T = tuple(arguments.rounds)
-        scale = replace(scale, rounds=T, planned_rounds=T)
-    if arguments.worlds:
-        scale = replace(scale, worlds=arguments.worlds, training_worlds=arguments.worlds)
-    if arguments.no_search:
-        scale = replace(scale, learning_rates=())
-    scale = replace(scale, seeds=range(1, arguments.seeds + 1))
+    arguments.planned_rounds, arguments.training_worlds = arguments.rounds, arguments.worlds
+    arguments.seeds = range(1, arguments.seeds + 1)
+    scale = changed_scale(FULL if arguments.full else DEFAULT, arguments)
     changes = SETTINGS | {"examples-per-client": scale.examples} | overrides
     experiment = Experiment.of(arguments, "dp-ditto", changes)
     figure = arguments.figure

@@ -18,7 +18,8 @@ from benchmarks.ditto.experiment import (
     planned_rounds,
     rate_settings,
 )
-from benchmarks.report.rows import store_rows
+from benchmarks.report.rows import rows_of, store_rows
+from benchmarks.report.tables.ditto import rounds_table, series_table
 from benchmarks.runs import Config, Experiment, last_value, last_values
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.comparison import mean_and_std
@@ -29,6 +30,8 @@ from flower_ext_planner.search import Outcome, alternating_search
 
 ACCURACY, LOSS, SPREAD = "accuracy_mean", "training_loss_mean", "training_loss_std"
 WORST, JAIN = "accuracy_worst_decile", "accuracy_jain"
+CURVES = dict.fromkeys((ACCURACY, LOSS, SPREAD), 3)
+"""Digits that tables show of the metrics of every evaluation."""
 Sweep = Mapping[str, Mapping[int, Sequence[RunDirectory]]]
 """Runs over seeds, by label and T."""
 
@@ -131,8 +134,8 @@ def figure_6(experiment: Experiment, scale: Scale) -> str:
                 for label, runs in groups.items()
             }
             experiment.draw(f"{name}-{metric}", f"{metric}, {world}", metric, lines)
-        rows = [_row(label, runs) for label, runs in groups.items()]
-        parts += [f"{world}, T = 30, ε = 10", table(_HEADER, rows)]
+        rows = rows_of("dp-ditto", *groups.values())
+        parts += [f"{world}, T = 30, ε = 10", series_table(rows, CURVES)]
     return "\n\n".join(parts)
 
 
@@ -266,13 +269,7 @@ def provable(experiment: Experiment, scale: Scale) -> str:
         **length_settings(10),
     }
     worlds: dict[str, Config] = {
-        "digits": {
-            "dataset": "digits",
-            "examples-per-client": 75,
-            "batch-size": 16,
-            "delta": 1e-4,
-            **length_settings(30),
-        },
+        "digits": WORLDS["digits"] | length_settings(30),
         "MNIST": WORLDS["mnist-dnn"] | on_mnist,
         "Fashion-MNIST": WORLDS["fashion-mnist-dnn"] | on_mnist,
     }
@@ -330,28 +327,17 @@ def _sweep(
 
 
 def _against_rounds(experiment: Experiment, name: str, sweep: Sweep, metrics: Sequence[str]) -> str:
-    """Draw a figure of each metric against T, and return one table."""
+    """Draw a figure of some metrics against T, and return the tables of all."""
     for metric in metrics:
         lines: dict[str, list[Line]] = {}
         for label, by_rounds in sweep.items():
             values = [last_values(runs, metric) for runs in by_rounds.values()]
             lines[label] = [(list(by_rounds), list(line)) for line in zip(*values, strict=True)]
         experiment.draw(f"{name}-{metric}", f"{metric}, {name}", metric, lines, xlabel="T")
-    rows = [
-        _row(f"{label}, T = {T}", runs)
-        for label, by_rounds in sweep.items()
-        for T, runs in by_rounds.items()
-    ]
-    return f"{name}\n\n{table(_HEADER, rows)}"
-
-
-_HEADER = ("", "accuracy", "worst tenth", "Jain", "training loss", "std of training loss")
-
-
-def _row(label: str, runs: Sequence[RunDirectory]) -> tuple[str, ...]:
-    numbers = (mean_and_std(last_values(runs, m)) for m in (ACCURACY, WORST, JAIN))
-    losses = (mean_and_std(last_values(runs, m), digits=4) for m in (LOSS, SPREAD))
-    return (label, *numbers, *losses)
+    rows = rows_of(
+        "dp-ditto", *(runs for by_rounds in sweep.values() for runs in by_rounds.values())
+    )
+    return f"{name}\n\n{rounds_table(rows, CURVES | dict.fromkeys((WORST, JAIN), 3))}"
 
 
 FIGURES: dict[str, Callable[[Experiment, Scale], str]] = {

@@ -10,11 +10,11 @@ reasons; entries whose line has changed since are reported.
 
 from __future__ import annotations
 
-import argparse
 import random
 
 from scipy import stats
 
+from benchmarks.command_line import command_parser
 from benchmarks.mutants.catalogue import (
     EQUIVALENT,
     TESTS,
@@ -27,7 +27,7 @@ from benchmarks.mutants.running import missed_mutants
 
 def main() -> None:
     """Plant faults, run tests, and print the share that was found."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks mutants", description=__doc__)
+    parser = command_parser(__doc__)
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument("--number", type=int, default=300, help="faults, over all modules")
     parser.add_argument("--module", choices=TESTS, action="append", help="only this; repeatable")

@@ -9,20 +9,16 @@ Rows are in ``benchmarks/results``. A page of ``docs`` has a table between the l
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from benchmarks.command_line import command_parser
 from benchmarks.report.pages import pages, with_tables
 from benchmarks.report.rows import COLUMNS, collect
 
 
 def main() -> None:
     """Collect runs with ``--collect``; write the tables of all pages."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser(__doc__)
     parser.add_argument(
         "--collect", nargs=2, metavar=("APP", "RUNS"), help=f"APP: {', '.join(COLUMNS)}"
     )

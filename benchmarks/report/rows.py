@@ -138,14 +138,20 @@ def collect(app: str, runs: Path, folder: Path = FOLDER) -> list[Path]:
         if run.status == "completed":
             group, *rest = place.parts
             name = "/".join(rest)
-            groups.setdefault(group, {})[name] = {"run": name, **row_of(run, COLUMNS[app])}
+            groups.setdefault(group, {})[name] = row_of(run, COLUMNS[app]) | {"run": name}
     return [_write(folder / f"{app}-{group}.csv", rows) for group, rows in groups.items()]
+
+
+def rows_of(app: str, *groups: Iterable[RunDirectory]) -> list[Row]:
+    """Return the rows of groups of an app's runs."""
+    return [row_of(run, COLUMNS[app]) for runs in groups for run in runs]
 
 
 def row_of(run: RunDirectory, columns: Columns) -> dict[str, str]:
     """Return the cells of a run; a metric that it lacks is an empty cell."""
     config, rounds = run.config, run.metrics()
-    row = {name: _text(config[name]) for name in ("seed", "rounds", *columns.settings)}
+    row = {"run": run.path.name}
+    row |= {name: _text(config[name]) for name in ("seed", "rounds", *columns.settings)}
     for name in columns.last:
         values = rounds.series(name)[1]
         row[name] = _text(values[-1]) if values else ""

@@ -3,17 +3,16 @@
     python -m benchmarks secure-sums
 
 Each row is one round in this process, with every tenth client lost after sharing. Times are
-processor seconds; a client's time excludes its training. ``--clients 100`` adds a larger cohort to
-the default of 10 clients.
+processor seconds; a client's time excludes its training. ``--clients 100`` takes a larger cohort
+instead of the default of 10 clients.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Annotated
+from itertools import product, starmap
 
-import typer
-
+from benchmarks.command_line import command_parser
 from benchmarks.secure_sum import legacy, ours
 from flower_ext.runs.page import table
 
@@ -24,16 +23,16 @@ HEADER = (
 )
 
 
-def main(
-    clients: Annotated[list[int] | None, typer.Option(help="sizes of cohorts")] = None,
-    parameters: Annotated[list[int] | None, typer.Option(help="lengths of vectors")] = None,
-) -> None:
+def main() -> None:
     """Measure each cohort and length, and print the table."""
+    parser = command_parser(__doc__)
+    parser.add_argument("--clients", type=int, nargs="+", default=[10], help="sizes of cohorts")
+    parser.add_argument(
+        "--parameters", type=int, nargs="+", default=LENGTHS, help="lengths of vectors"
+    )
+    arguments = parser.parse_args()
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    rows = [
-        row(members, length) for members in clients or (10,) for length in parameters or LENGTHS
-    ]
-    print(table(HEADER, rows))
+    print(table(HEADER, starmap(row, product(arguments.clients, arguments.parameters))))
 
 
 def row(members: int, length: int) -> list[str]:
@@ -57,4 +56,4 @@ def row(members: int, length: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -18,14 +18,14 @@ from __future__ import annotations
 import platform
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
 
 import psutil
 import torch
-import typer
 
+from benchmarks.command_line import command_parser
 from benchmarks.speed.contest import HERE, Contender, by_turns, contenders
 from benchmarks.speed.growth import growth
 from benchmarks.speed.turns import Measured
@@ -43,56 +43,59 @@ Contests = dict[str, list[dict[str, Measured]]]
 """For each model, the contenders' measurements without and with central DP."""
 
 
-def main(
-    pfl: Annotated[Path | None, typer.Option(help="Python with pfl installed")] = None,
-    full: Annotated[bool, typer.Option("--full", help="10,000 clients as well")] = False,
-    only: Annotated[
-        list[str] | None, typer.Option(help="lr, mlp, cnn or resnet; the first three by default")
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    contender: Annotated[
-        list[str] | None, typer.Option(help="part of a name; ours and all others by default")
-    ] = None,
-    turns: Annotated[int, typer.Option(help="runs of each contender")] = 2,
-    rounds: Annotated[int, typer.Option(help="rounds a run, the first not counted")] = 8,
-    timeout: Annotated[float, typer.Option(help="seconds a run may take")] = 900.0,
-    output: Annotated[Path, typer.Option(help="where tables go")] = Path("runs/speed"),
-) -> None:
+def main() -> None:
     """Print the tables, and write them."""
-    models = only or [*NAMES][:3]
-    for name in models:
-        if name not in MODELS:
-            raise typer.BadParameter(f"{name!r}: expected one of {', '.join(MODELS)}")
-    output.mkdir(parents=True, exist_ok=True)
+    parser = command_parser(__doc__)
+    parser.add_argument("--pfl", type=Path, help="Python with pfl installed")
+    parser.add_argument("--full", action="store_true", help="10,000 clients as well")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        action="extend",
+        choices=MODELS,
+        help="models; the first three by default",
+    )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument(
+        "--contender",
+        nargs="+",
+        action="extend",
+        help="parts of names; ours and all others by default",
+    )
+    parser.add_argument("--turns", type=int, default=2, help="runs of each contender")
+    parser.add_argument("--rounds", type=int, default=8, help="of a run; the first is not counted")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds a run may take")
+    parser.add_argument("--output", type=Path, default="runs/speed", help="folder of the tables")
+    arguments = parser.parse_args()
+    models = arguments.only or [*NAMES][:3]
+    arguments.output.mkdir(parents=True, exist_ok=True)
     chosen_contenders = [
         candidate
-        for candidate in contenders(pfl)
-        if not contender
+        for candidate in contenders(arguments.pfl)
+        if not arguments.contender
         or candidate.name == OURS
-        or any(part in candidate.name for part in contender)
+        or any(part in candidate.name for part in arguments.contender)
     ]
     parts = [
-        f"{machine()} The smallest time and the largest memory of {turns} turns of {rounds} rounds."
+        f"{machine()} The smallest time and the largest memory of {arguments.turns} turns of "
+        f"{arguments.rounds} rounds."
     ]
+    best = partial(by_turns, turns=arguments.turns, timeout=arguments.timeout)
+    sized = partial(Workload, rounds=arguments.rounds, device=arguments.device)
 
     def write(part: str) -> None:
         parts.append(part)
-        (output / "speed.md").write_text("\n\n".join(parts) + "\n")
+        (arguments.output / "speed.md").write_text("\n\n".join(parts) + "\n")
         print(f"{part}\n", flush=True)
 
     print(f"{parts[0]}\n", flush=True)
     small: Contests = {}
     for name in models:
-        workloads = [
-            Workload(model=name, private=dp, rounds=rounds, device=device) for dp in (False, True)
-        ]
-        small[name] = [
-            by_turns(chosen_contenders, workload, turns=turns, timeout=timeout)
-            for workload in workloads
-        ]
+        workloads = [sized(model=name, private=private) for private in (False, True)]
+        small[name] = [best(chosen_contenders, workload) for workload in workloads]
     write(f"{title(100, 1_000)}, without and with central DP:\n\n{times(chosen_contenders, small)}")
     write(f"Peak memory in MB, without and with central DP:\n\n{memory(chosen_contenders, small)}")
-    if full:
+    if arguments.full:
         # Flower's FedAvg alone stands for Ray here.
         large_contenders = [
             candidate
@@ -101,13 +104,13 @@ def main(
         ]
         large: Contests = {}
         for name in models:
-            workload = Workload(model=name, clients=10_000, cohort=1_000, rounds=8, device=device)
-            large[name] = [by_turns(large_contenders, workload, turns=1, timeout=timeout)]
+            workload = sized(model=name, clients=10_000, cohort=1_000)
+            large[name] = [best(large_contenders, workload)]
         write(f"{title(1_000, 10_000)}, without privacy:\n\n{times(large_contenders, large)}")
         write(f"Peak memory in MB:\n\n{memory(large_contenders, large)}")
-    if device == "cpu":
-        write(growth(rounds))
-    print(f"written to {output}")
+    if arguments.device == "cpu":
+        write(growth(arguments.rounds, turns=arguments.turns, timeout=arguments.timeout))
+    print(f"written to {arguments.output}")
 
 
 def title(cohort: int, clients: int) -> str:
@@ -174,4 +177,4 @@ def _commit() -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -50,7 +50,8 @@ class Contender:
                 [*self.command, *workload.arguments()], stdout=out, stderr=log, env=environment
             )
             peak = _watch(process, timeout)
-            out.seek(0), log.seek(0)
+            out.seek(0)
+            log.seek(0)
             lines = [line for line in out.read().splitlines() if line.startswith('{"ms"')]
             if process.returncode or not lines:
                 reason = log.read()[-500:] if peak is not None else f"more than {timeout:.0f} s"

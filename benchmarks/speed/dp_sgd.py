@@ -21,13 +21,14 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch import Tensor, nn
 
+from benchmarks.command_line import command_parser
 from benchmarks.speed.texts import Adapted, Causal, Transformer, padded_texts, texts, tokens
+from benchmarks.speed.trainings import no_partitions
 from benchmarks.speed.turns import Measured, best_of
 from benchmarks.speed.workload import (
     CLASSES,
@@ -36,7 +37,7 @@ from benchmarks.speed.workload import (
     perceptron,
     resnet,
 )
-from flower_ext.data import ClientData, trees
+from flower_ext.data import trees
 from flower_ext.runs.page import table
 from flower_ext.training import ClippedGradient, Task
 from flower_ext.training.models import build
@@ -78,21 +79,24 @@ LARGE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Features]]] = {
 CONTENDERS = ("plain", "ours", "opacus", "ghost")
 
 
-def main(
-    parts: Annotated[list[str] | None, typer.Argument(help="parts of names")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    contender: Annotated[str, typer.Option(help="run it alone, and print its numbers")] = "",
-    turns: Annotated[int, typer.Option(help="runs of each contender")] = TURNS,
-) -> None:
+def main() -> None:
     """Print the table, of models with a part of a name."""
-    if contender:
-        print(json.dumps(compete(contender, *MODELS["".join(parts or [])], torch.device(device))))
+    parser = command_parser(__doc__)
+    parser.add_argument("parts", nargs="*", default=[""], help="parts of models' names")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--contender", choices=CONTENDERS, help="run it alone; print its numbers")
+    parser.add_argument("--turns", type=int, default=TURNS, help="runs of each contender")
+    arguments = parser.parse_args()
+    parts, device = arguments.parts, arguments.device
+    if arguments.contender:
+        (name,) = parts
+        print(json.dumps(compete(arguments.contender, *MODELS[name], torch.device(device))))
         return
     rows = []
     models = MODELS if device == "cpu" else MODELS | LARGE
-    for model in (name for name in models if any(part in name for part in parts or [""])):
-        best = dict.fromkeys(CONTENDERS, Measured(math.inf, 0.0))
-        best |= best_of(turns, {name: partial(one_run, name, model, device) for name in CONTENDERS})
+    for model in (name for name in models if any(part in name for part in parts)):
+        ways = {name: partial(one_run, name, model, device) for name in CONTENDERS}
+        best = dict.fromkeys(CONTENDERS, Measured(math.inf, 0.0)) | best_of(arguments.turns, ways)
         ours, memory = best["ours"].milliseconds, best["ours"].megabytes
         print(model, best, file=sys.stderr, flush=True)
         others = [best[name] for name in CONTENDERS[2:]]
@@ -143,7 +147,7 @@ def compete(
     warnings.simplefilter("ignore")
     x, draw = trees.to(features(), device), torch.Generator().manual_seed(0)
     y = torch.randint(CLASSES, (trees.length(x),), generator=draw).to(device)
-    if isinstance(build, partial | type) and getattr(build, "func", build) is Causal:
+    if getattr(build, "func", build) is Causal:
         y = trees.first(x)[:, 1:]
     makers: dict[str, Callable[..., Callable[[], object]]] = {
         "plain": plain,
@@ -209,10 +213,6 @@ def plain(build: Callable[[], nn.Module], x: Features, y: Tensor) -> Callable[[]
 
 def ours(build: Callable[[], nn.Module], x: Features, y: Tensor) -> Callable[[], object]:
     """Return a step of `ClippedGradient`."""
-
-    def no_partitions(partition: int) -> ClientData:
-        raise LookupError(partition)
-
     task = Task(model=build, data=no_partitions, device=str(y.device))
     params = {name: value.to(y.device) for name, value in task.initial_params(0).items()}
     clipped = ClippedGradient(task, list(params), clipping_norm=CLIPPING_NORM, batch_size=len(y))
@@ -264,4 +264,4 @@ def ghost(build: Callable[[], nn.Module], x: Features, y: Tensor) -> Callable[[]
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

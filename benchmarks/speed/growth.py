@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.speed.contest import Contender, contenders
-from benchmarks.speed.turns import Measured
+from benchmarks.speed.contest import by_turns, contenders
 from benchmarks.speed.workload import Workload
 from flower_ext.runs.page import table
 
@@ -12,30 +11,27 @@ COHORTS = (100, 300, 1_000)
 HIDDEN = (10, 32, 100, 320)
 
 
-def growth(rounds: int) -> str:
-    """Return a table of time and memory as each size grows alone."""
-    ours = contenders(None)[0]
+def growth(rounds: int, *, turns: int, timeout: float) -> str:
+    """Return a table of time and memory as each size grows alone, each the best of some turns."""
+    ours, *_ = contenders(None)
     sweeps = {
         "registered clients": [Workload(clients=n, rounds=rounds) for n in CLIENTS],
         "clients a round": [Workload(clients=10_000, cohort=n, rounds=rounds) for n in COHORTS],
         "parameters": [Workload(model=f"wide-{width}", rounds=rounds) for width in HIDDEN],
     }
     rows = [
-        (label, f"{size:,}", f"{measured.milliseconds:.1f}", f"{measured.megabytes:.0f}")
+        (label, size_of(workload)[label], f"{best.milliseconds:.1f}", f"{best.megabytes:.0f}")
         for label, sweep in sweeps.items()
-        for size, measured in _measured(ours, label, sweep)
+        for workload in sweep
+        for best in by_turns([ours], workload, turns=turns, timeout=timeout).values()
     ]
     return f"## Growth\n\n{table(('what grows', 'to', 'ms a round', 'peak MB'), rows)}\n"
 
 
-def _measured(ours: Contender, label: str, sweep: list[Workload]) -> list[tuple[int, Measured]]:
-    points = []
-    for workload in sweep:
-        size = {
-            "registered clients": workload.clients,
-            "clients a round": workload.cohort,
-            "parameters": sum(p.numel() for p in workload.build().parameters()),
-        }[label]
-        if (measured := ours.run(workload, timeout=900)) is not None:
-            points.append((size, measured))
-    return points
+def size_of(workload: Workload) -> dict[str, str]:
+    """Return the sizes of a workload, by their labels in the table."""
+    return {
+        "registered clients": f"{workload.clients:,}",
+        "clients a round": f"{workload.cohort:,}",
+        "parameters": f"{sum(p.numel() for p in workload.build().parameters()):,}",
+    }

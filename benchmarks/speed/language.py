@@ -15,15 +15,15 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result
 from torch import Tensor, nn
 
+from benchmarks.command_line import command_parser
 from benchmarks.speed.turns import Measured, best_of
 from benchmarks.speed.workload import Clock
 from flower_ext.algorithms import DPFedAvg
@@ -67,11 +67,13 @@ SIZES = {
 }  # fmt: skip
 
 
-def main(
-    size: Annotated[str, typer.Option(help="tiny or large")] = "tiny",
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-) -> None:
+def main() -> None:
     """Print the table."""
+    parser = command_parser(__doc__)
+    parser.add_argument("--size", default="tiny", choices=SIZES)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    arguments = parser.parse_args()
+    size, device = arguments.size, arguments.device
     torch.set_num_threads(1 if device == "cpu" else torch.get_num_threads())
     chosen = SIZES[size]
     task = Task(
@@ -200,4 +202,4 @@ def _train(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

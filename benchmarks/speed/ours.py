@@ -8,7 +8,7 @@ client is a node, or four nodes hold all clients (ray-nodes).
 
 from __future__ import annotations
 
-import sys
+import argparse
 from typing import Any
 
 from flwr.app import ArrayRecord, Context
@@ -16,6 +16,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result
 
 from benchmarks.speed.workload import (
+    ACCELERATOR_MEMORY,
     BATCH,
     CLIPPING_NORM,
     LEARNING_RATE,
@@ -35,8 +36,6 @@ from flower_ext.training.batched.form import MEMORY_LIMIT
 
 ENGINES = ("vectorised", "loop", "ray", "ray-nodes")
 NODES = 4
-ACCELERATOR_MEMORY = 2**36
-"""Bytes for one batch of trainings on an accelerator."""
 
 
 def task_of(workload: Workload) -> Task:
@@ -67,11 +66,10 @@ def plan_of(workload: Workload) -> PrivacyPlan:
 
 def main() -> None:
     """Run the workload on one engine."""
-    engine = sys.argv.pop(sys.argv.index("--engine") + 1)
-    sys.argv.remove("--engine")
-    if engine not in ENGINES:
-        raise SystemExit(f"--engine={engine!r}: expected one of {', '.join(ENGINES)}")
-    workload = parse()
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--engine", choices=ENGINES, required=True)
+    options, workload_options = parser.parse_known_args()
+    engine, workload = options.engine, parse(workload_options)
     task, server = task_of(workload), ServerApp()
     clock = Clock()
 

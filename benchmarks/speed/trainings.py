@@ -25,14 +25,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated
 
 import torch
-import typer
 from torch import nn
 
+from benchmarks.command_line import command_parser
 from benchmarks.speed.turns import Measured, best_of
 from benchmarks.speed.workload import (
+    ACCELERATOR_MEMORY,
+    CLASSES,
     convolutional,
     logistic_regression,
     perceptron,
@@ -45,9 +46,6 @@ from flower_ext.training import Job, LocalTraining, Task, train, train_each
 from flower_ext.training.batched.form import MEMORY_LIMIT
 from flower_ext.training.models import build
 
-CLASSES = 10
-ACCELERATOR_MEMORY = 2**36
-"""Bytes for one batch of trainings on an accelerator."""
 TURNS, ACCELERATOR_TURNS = 3, 2
 """Runs of each way; the fastest one counts."""
 TIMED, ACCELERATOR_TIMED = 100, 20
@@ -143,11 +141,13 @@ ACCELERATOR_CASES += [
 ]
 
 
-def main(
-    part: Annotated[str, typer.Argument(help="part of a name")] = "",
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-) -> None:
+def main() -> None:
     """Print the table."""
+    parser = command_parser(__doc__)
+    parser.add_argument("part", nargs="?", default="", help="part of a name")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    arguments = parser.parse_args()
+    part, device = arguments.part, arguments.device
     torch.set_num_threads(1)
     columns = ("trainings, parameters", "by hand, µs", "one by one, µs", "together, µs")
     cases = CASES if device == "cpu" else ACCELERATOR_CASES
@@ -228,4 +228,4 @@ def in_batches(task: Task, jobs: list[Job], batch_invariant: bool) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

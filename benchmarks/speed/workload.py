@@ -10,6 +10,7 @@ import itertools
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 CLASSES, EXAMPLES, BATCH, LEARNING_RATE = 10, 50, 10, 0.05
 """``EXAMPLES`` is the number of images of a client."""
 CLIPPING_NORM, NOISE_MULTIPLIER = 1.0, 0.1
+ACCELERATOR_MEMORY = 2**36
+"""Bytes for one batch of trainings on an accelerator."""
 POOL = 60_000
 """Number of different images, as in MNIST; the fifty of a client are a part of them."""
 
@@ -99,15 +102,15 @@ class Workload:
         return [f"--{field.name}={getattr(self, field.name)}" for field in fields(self)]
 
 
-def parse() -> Workload:
-    """Return the workload of the command line, and set the number of threads."""
+def parse(arguments: Sequence[str] | None = None) -> Workload:
+    """Return the workload of arguments (the command line's), and set the number of threads."""
     parser = argparse.ArgumentParser()
     for field in fields(Workload):
         kind = type(field.default)
         parser.add_argument(
             f"--{field.name}", type=kind if kind is not bool else lambda text: text == "True"
         )
-    options = vars(parser.parse_args())
+    options = vars(parser.parse_args(arguments))
     workload = Workload(**{name: value for name, value in options.items() if value is not None})
     torch.set_num_threads(workload.threads)
     return workload

@@ -13,9 +13,9 @@ the app.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
-from benchmarks.runs import Experiment, experiment_parser
+from benchmarks.command_line import changed_scale, experiment_parser
+from benchmarks.runs import Experiment
 from benchmarks.uldp.budgets import budgets
 from benchmarks.uldp.experiment import DEFAULT, FULL, METHODS, SETTINGS, Scale
 from benchmarks.uldp.experiment import FIGURES as DATASETS
@@ -35,10 +35,12 @@ FIGURES: Mapping[int, Callable[[Experiment, Scale], str]] = {
 
 def main() -> None:
     """Run the requested figures; print and write their tables."""
-    parser = experiment_parser("uldp-fl", __doc__)
+    parser = experiment_parser(__doc__)
     parser.add_argument("--full", action="store_true", help="the paper's setting")
     parser.add_argument("--figures", nargs="+", type=int, default=[*FIGURES], choices=FIGURES)
-    parser.add_argument("--all-panels", action="store_true", help="users and distributions")
+    parser.add_argument(
+        "--all-panels", action="store_true", default=None, help="users and distributions"
+    )
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="of Figures 4 to 7")
     parser.add_argument(
         "--datasets", nargs="+", choices=DATASETS, help="of figures with several data sets"
@@ -49,16 +51,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, help="runs of each method")
     parser.add_argument("--rounds", type=int, help="of every run but those of the search")
     arguments = parser.parse_args()
-
-    scale = FULL if arguments.full else DEFAULT
-    given = {
-        "seeds": arguments.seeds,
-        "rounds": arguments.rounds,
-        "all_panels": arguments.all_panels,
-        "datasets": arguments.datasets and tuple(arguments.datasets),
-        "methods": arguments.methods and tuple(arguments.methods),
-    }
-    scale = replace(scale, **{name: value for name, value in given.items() if value})
+    scale = changed_scale(FULL if arguments.full else DEFAULT, arguments)
     experiment = Experiment.of(arguments, "uldp-fl", SETTINGS)
     if arguments.budgets:
         for figure in filter(PROBLEMS.__contains__, arguments.figures):

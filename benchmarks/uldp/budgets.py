@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from statistics import median
 
 from benchmarks.report.rows import store_rows
-from benchmarks.runs import APPS, Experiment
+from benchmarks.runs import Experiment, app_module
 from benchmarks.uldp.experiment import DELTA, METHODS, NOISE_MULTIPLIER, Problem
-from flower_ext.federation.engines.run_app import load_app
 from flower_ext.privacy import DpSgd, epsilon_text
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.theorems.uldp_group_theorem import uldp_group_guarantees
@@ -60,8 +58,7 @@ def group_size(experiment: Experiment, panel: Problem, size: str) -> int:
 
 def records_of(experiment: Experiment, panel: Problem) -> Counter[int]:
     """Return the number of training records of each user, in all silos together."""
-    load_app(APPS / "uldp-fl")
-    silos = import_module("uldp_fl_app.silos").load_silos(
+    silos = app_module("uldp-fl", "silos").load_silos(
         panel.dataset,
         Path(str(experiment.base["data-folder"])),
         num_users=panel.users,

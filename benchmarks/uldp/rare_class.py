@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.runs import APPS
+from benchmarks.runs import app_module
 from flower_ext.data import Examples
-from flower_ext.federation.engines.run_app import load_app
 from flower_ext.metrics import average_precision, roc_auc
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.comparison import mean_and_std
 from flower_ext.training.models import build
 
-load_app(APPS / "uldp-fl")
-silos = import_module("uldp_fl_app.silos")
 RARE_CLASS = ("balanced accuracy", "ROC-AUC", "average precision")
 """Names of the metrics. A constant score has 0.5, 0.5 and the share of the rare class."""
 
@@ -28,7 +24,8 @@ def rare_class_metrics(run: RunDirectory) -> dict[str, float]:
     """Return `RARE_CLASS` of the last model on all silos' test records."""
     config = run.config
     test = _test_examples(str(config["dataset"]), str(config["data-folder"]), int(config["seed"]))
-    model = build(silos.describe_silos(str(config["dataset"])).model, num_classes=2)
+    described = app_module("uldp-fl", "silos").describe_silos(str(config["dataset"]))
+    model = build(described.model, num_classes=2)
     model.load_state_dict(load_file(run.path / "model.safetensors"))
     model.eval()
     with torch.no_grad():
@@ -51,9 +48,8 @@ def rare_class_cells(runs: Sequence[RunDirectory]) -> list[str]:
 
 @cache
 def _test_examples(dataset: str, folder: str, seed: int) -> Examples:
-    tests = [
-        silo.test for silo in silos.load_silos(dataset, Path(folder) if folder else None, seed=seed)
-    ]
+    load_silos = app_module("uldp-fl", "silos").load_silos
+    tests = [silo.test for silo in load_silos(dataset, Path(folder) if folder else None, seed=seed)]
     return Examples(
         torch.cat([test.features for test in tests]), torch.cat([test.targets for test in tests])
     )

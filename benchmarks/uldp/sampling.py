@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.runs import Config, Experiment, last_value, last_values
+from benchmarks.report.rows import rows_of
+from benchmarks.report.tables.uldp import sampling_table
+from benchmarks.runs import Config, Experiment
 from benchmarks.uldp.experiment import (
     Problem,
     Scale,
@@ -14,12 +16,8 @@ from benchmarks.uldp.experiment import (
     settings_text,
 )
 from benchmarks.uldp.problems import CREDITCARD, MNIST
-from flower_ext.privacy import epsilon_text
-from flower_ext.runs.comparison import mean_and_std
-from flower_ext.runs.page import table
 
 LABEL = "ULDP-AVG-w"
-BASES = ("provable", "published")
 
 
 def sampling_rates(experiment: Experiment, scale: Scale) -> str:
@@ -50,15 +48,6 @@ def _panel(experiment: Experiment, scale: Scale, problem: Problem, rates: tuple[
     }
     runs_of = experiment.grouped(cases, range(1, scale.seeds + 1), "sampled users").values()
     groups = dict(zip(rates, runs_of, strict=True))
-    rows = [
-        (
-            f"{rate:g}",
-            mean_and_std(last_values(runs, problem.metric)),
-            mean_and_std(last_values(runs, "loss_pooled")),
-            *(epsilon_text(last_value(runs[0], f"epsilon_{basis}")) for basis in BASES),
-        )
-        for rate, runs in groups.items()
-    ]
     figures = []
     for series, ylabel in (("loss_pooled", "loss"), ("epsilon_provable", "ε, provable")):
         lines = {
@@ -67,10 +56,9 @@ def _panel(experiment: Experiment, scale: Scale, problem: Problem, rates: tuple[
         }
         name, title = f"figure-10-{problem.dataset}-{series}", f"{ylabel}, {problem.dataset}"
         figures.append(experiment.draw(name, title, ylabel, lines))
-    header = ("q", problem.metric.partition("_")[0], "loss", "ε provable", "ε published")
     notes = (
         f"{problem.dataset}, {problem.users:,} users, {problem.distribution}; "
         f"{scale.length(problem)} rounds, {scale.seeds} seeds; {settings_text(chosen)}; ε against "
         "released models."
     )
-    return "\n\n".join([table(header, rows), notes, *figures])
+    return "\n\n".join([sampling_table(rows_of("uldp-fl", *groups.values())), notes, *figures])

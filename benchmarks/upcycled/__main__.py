@@ -13,9 +13,9 @@ so an interrupted benchmark continues.
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 
-from benchmarks.runs import Experiment, experiment_parser
+from benchmarks.command_line import changed_scale, experiment_parser
+from benchmarks.runs import Experiment
 from benchmarks.upcycled.experiment import DEFAULT, DEVICES, FULL, METHODS, SETTINGS
 from benchmarks.upcycled.figures import figures
 from benchmarks.upcycled.table1 import accuracies
@@ -26,7 +26,7 @@ PARTS = ("time", "accuracy", "figures")
 
 def main() -> None:
     """Run the requested parts; print and write their tables."""
-    parser = experiment_parser("upcycled-fl", __doc__)
+    parser = experiment_parser(__doc__)
     parser.add_argument("--full", action="store_true", help="the paper's setting")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument(
@@ -51,21 +51,8 @@ def main() -> None:
     parser.add_argument("--learning-rates", nargs="+", type=float, help="of the accuracy tables")
     parser.add_argument("--private-rounds", type=int, help="visible rounds of Figures 3 and 4")
     arguments = parser.parse_args()
-
-    scale = FULL if arguments.full else DEFAULT
-    given = {
-        "datasets": arguments.datasets and tuple(arguments.datasets),
-        "training_rounds": arguments.training_rounds,
-        "search_rounds": arguments.search_rounds,
-        "joint_search": arguments.joint_search,
-        "method_parameters": arguments.method_parameters,
-        "methods": arguments.methods and tuple(arguments.methods),
-        "private_methods": arguments.methods and tuple(arguments.methods),
-        "straggler_ratios": arguments.straggler_ratios and tuple(arguments.straggler_ratios),
-        "learning_rates": arguments.learning_rates and tuple(arguments.learning_rates),
-        "private_rounds": arguments.private_rounds,
-    }
-    scale = replace(scale, **{name: value for name, value in given.items() if value is not None})
+    arguments.private_methods = arguments.methods
+    scale = changed_scale(FULL if arguments.full else DEFAULT, arguments)
     experiment = Experiment.of(arguments, "upcycled-fl", SETTINGS)
     if "time" in arguments.parts:  # before the cores are busy
         warm_up(experiment)

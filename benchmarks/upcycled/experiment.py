@@ -21,6 +21,8 @@ METHODS = {
     "pfedme": "pFedMe",
     "fedyogi": "FedYogi",
 }
+ACCURACY = "accuracy_pooled"
+"""Accuracy over all test examples, as in the paper."""
 SETTINGS = preset_settings("upcycled-fl", "upcycled-table1-syniid") | {"noise-stddev": 1.0}
 """The paper's settings of Table 1 on Syn(iid); tables and figures change data and stragglers."""
 PARAMETERS: dict[str, tuple[str, tuple[float, ...]]] = {

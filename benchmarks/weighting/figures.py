@@ -13,15 +13,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
 
+from benchmarks.command_line import experiment_parser
 from benchmarks.report.rows import store_rows
-from benchmarks.runs import APPS, Experiment, experiment_parser
+from benchmarks.runs import Experiment, app_module
 from benchmarks.weighting.dialogue import timed
 from benchmarks.weighting.lattice_round import round_cost
 from benchmarks.weighting.paillier import BASE, Parties
 from benchmarks.weighting.rounds import PARTS
-from flower_ext.federation.engines.run_app import load_app
 from flower_ext.runs.page import table
 from flower_ext.secure.weighting.paillier import generate_key
 
@@ -35,7 +34,7 @@ Row = Sequence[object]
 
 def main() -> None:
     """Measure both figures, write their tables and keep their rows."""
-    arguments = experiment_parser("weighting-figures", __doc__).parse_args()
+    arguments = experiment_parser(__doc__).parse_args()
     logging.getLogger("flwr").setLevel(logging.ERROR)
     experiment = Experiment.of(arguments, "uldp-fl", {"distribution": "zipf"})
     header, rows = runs(experiment)
@@ -48,8 +47,7 @@ def main() -> None:
 
 def runs(experiment: Experiment) -> tuple[list[str], list[Row]]:
     """Return the seconds of each part of a run, by data set and number of users."""
-    load_app(APPS / "uldp-fl")
-    describe = import_module("uldp_fl_app.silos").describe_silos
+    describe = app_module("uldp-fl", "silos").describe_silos
     cases = {
         (dataset, users): experiment.config(
             f"figure-11/{dataset}-{users}",

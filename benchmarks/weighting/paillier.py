@@ -11,7 +11,6 @@ Seconds are of the processor, which other jobs on the machine disturb less.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import secrets
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import phe
 
+from benchmarks.command_line import command_parser
 from benchmarks.weighting.dialogue import open_round, set_up, timed, weigh
 from flower_ext.runs.page import table
 from flower_ext.secure import threads
@@ -101,11 +101,7 @@ class Parties:
 
 def main() -> None:
     """Print both tables."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks paillier",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--full", action="store_true", help="1,000 coordinates")
     scale = FULL if parser.parse_args().full else DEFAULT
     logging.getLogger("flwr").setLevel(logging.ERROR)

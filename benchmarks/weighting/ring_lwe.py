@@ -21,11 +21,10 @@ import platform
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-import typer
 
+from benchmarks.command_line import command_parser
 from benchmarks.weighting import paillier
 from benchmarks.weighting.lattice_round import Cost, round_cost
 from flower_ext.runs.page import table
@@ -75,15 +74,14 @@ def _paillier_row(coordinates: int) -> list[str]:
     return [*cells, f"{cost.server:.0f}", f"{cost.upload / 1e6:.2f}", *["–"] * 5]
 
 
-def main(
-    large: Annotated[bool, typer.Option("--large", help="11,181,642 parameters")] = False,
-    curve: Annotated[bool, typer.Option("--curve", help="1,000 and 10,000 users")] = False,
-    with_paillier: Annotated[
-        int, typer.Option("--paillier", help="coordinates over Paillier, if any")
-    ] = 0,
-    output: Annotated[Path, typer.Option(help="where the table goes")] = Path("runs/lattice"),
-) -> None:
+def main() -> None:
     """Measure each case; print the table and write it."""
+    parser = command_parser(__doc__)
+    parser.add_argument("--large", action="store_true", help="11,181,642 parameters")
+    parser.add_argument("--curve", action="store_true", help="1,000 and 10,000 users")
+    parser.add_argument("--paillier", type=int, default=0, help="coordinates over Paillier, if any")
+    parser.add_argument("--output", type=Path, default="runs/lattice", help="folder of the table")
+    arguments = parser.parse_args()
     logging.getLogger("flwr").setLevel(logging.ERROR)
     million = {"coordinates": 1_000_000, "users": 100, "silos": 5}
     cases = [
@@ -93,25 +91,25 @@ def main(
         {**million, "workers": 2},
         {**million, "draw_choices": 10},
     ]
-    if large:
+    if arguments.large:
         cases.append({"coordinates": RESNET_18, "users": 100, "silos": 3, "workers": 2})
-    if curve:
+    if arguments.curve:
         cases += CURVE
-    if with_paillier:
-        cases.append({"coordinates": with_paillier, "users": 100, "silos": 3})
-    output.mkdir(parents=True, exist_ok=True)
+    if arguments.paillier:
+        cases.append({"coordinates": arguments.paillier, "users": 100, "silos": 3})
+    arguments.output.mkdir(parents=True, exist_ok=True)
     round_cost(coordinates=5000, users=2, silos=2)  # compiles
     rows = []
     for case in cases:
         rows.append(_row(case, round_cost(**case)))
         print(" | ".join(rows[-1]), flush=True)
-    if with_paillier:
-        rows.append(_paillier_row(with_paillier))
+    if arguments.paillier:
+        rows.append(_paillier_row(arguments.paillier))
     machine = f"{platform.machine()}, {os.cpu_count()} cores, NumPy {np.__version__}"
     page = f"# Private weighting over ring-LWE\n\n{machine}\n\n{table(HEADER, rows)}\n"
-    (output / "table.md").write_text(page, encoding="utf-8")
+    (arguments.output / "table.md").write_text(page, encoding="utf-8")
     print(page)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -11,13 +11,11 @@ run the app on a SuperLink; its ``metrics.jsonl`` has the same columns.
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import numpy as np
 from safetensors.numpy import load_file
 
-from benchmarks.runs import APPS, Config, Experiment, experiment_parser, parse_overrides
-from flower_ext.federation.engines.run_app import load_app
+from benchmarks.command_line import experiment_parser, parse_overrides
+from benchmarks.runs import Config, Experiment, app_module
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.page import table
 
@@ -30,13 +28,12 @@ PARTS = {
 
 def main() -> None:
     """Print a table of rounds, and compare the models."""
-    parser = experiment_parser("private-weighting", __doc__)
+    parser = experiment_parser(__doc__)
     parser.add_argument("dataset")
     parser.add_argument("overrides", nargs="*", help="run-config values, right after the data set")
     arguments = parser.parse_args()
     overrides = parse_overrides(parser, "uldp-fl", arguments.overrides)
-    load_app(APPS / "uldp-fl")
-    silos = import_module("uldp_fl_app.silos").describe_silos(arguments.dataset)
+    silos = app_module("uldp-fl", "silos").describe_silos(arguments.dataset)
     changes: Config = {
         "dataset": arguments.dataset,
         "num-silos": silos.num_silos,

@@ -1,5 +1,6 @@
 """The report on faults at a small scale, and a check that its referee detects wrong rounds."""
 
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -64,16 +65,25 @@ def test_no_byte_of_personal_parameters_is_in_any_message(name):
     assert outcome.wire_bytes > 10_000
 
 
-def run_command(capsys, output, *, only, **options):
-    """Run some parts; return the exit status, the last printed line, and the report's lines."""
-    with pytest.raises(SystemExit) as ended:
-        command.main(output=output, only=only, **options)
-    printed = capsys.readouterr().out.splitlines()
-    written = (output / "faults.md").read_text(encoding="utf-8").splitlines()
-    return ended.value.code, printed[-1], written
+@pytest.fixture
+def run_command(capsys, monkeypatch, tmp_path):
+    """Return a function that runs some parts into ``tmp_path``.
+
+    It returns the exit status, the last printed line, and the report's lines.
+    """
+
+    def run(*options):
+        monkeypatch.setattr(sys, "argv", ["faults", "--output", str(tmp_path), *options])
+        with pytest.raises(SystemExit) as ended:
+            command.main()
+        printed = capsys.readouterr().out.splitlines()
+        written = (tmp_path / "faults.md").read_text(encoding="utf-8").splitlines()
+        return ended.value.code, printed[-1], written
+
+    return run
 
 
-def test_parts_that_fail_are_named_last_and_lose_no_others(monkeypatch, capsys, tmp_path):
+def test_parts_that_fail_are_named_last_and_lose_no_others(monkeypatch, run_command):
     noise, wire = command.noise, command.wire
     # As few rounds as --quick takes, which has no part of processes.
     monkeypatch.setattr(command, "noise", lambda rounds, seed: noise(12, seed=seed))
@@ -81,8 +91,7 @@ def test_parts_that_fail_are_named_last_and_lose_no_others(monkeypatch, capsys, 
     monkeypatch.setattr(command, "DROPOUTS", (0.0,))
     monkeypatch.setattr(SecureNoise, "add_gaussian", lambda self, update, stddev, **grid: update)
     monkeypatch.setattr(processes, "NODES", "no number")
-    only = ["processes-short", "noise", "wire"]
-    status, last, written = run_command(capsys, tmp_path, only=only)
+    status, last, written = run_command("--only", "processes-short", "noise", "wire")
     assert status == 1
     assert last == "NOT ALL KEPT: processes-short (failed), noise (not kept)"
     assert [line for line in written if line.startswith("##")] == [
@@ -93,8 +102,8 @@ def test_parts_that_fail_are_named_last_and_lose_no_others(monkeypatch, capsys, 
     assert any("TypeError" in line for line in written)
 
 
-def test_the_report_ends_by_saying_that_all_promises_held(capsys, tmp_path):
-    status, last, written = run_command(capsys, tmp_path, only=["wire"], quick=True)
+def test_the_report_ends_by_saying_that_all_promises_held(run_command):
+    status, last, written = run_command("--only", "wire", "--quick")
     assert (status, last) == (0, "all kept")
     assert "## Personal parameters on the wire" in written
 
@@ -112,13 +121,13 @@ def test_real_processes_report_what_is_only_in_their_folder(monkeypatch):
     assert "| long | completed | 1 | 0 | 0 |" in text
 
 
-def test_an_interrupt_leaves_the_parts_that_have_ended(monkeypatch, tmp_path):
+def test_an_interrupt_leaves_the_parts_that_have_ended(monkeypatch, run_command, tmp_path):
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "run_case", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        command.main(output=tmp_path, only=["wire", "engine"], quick=True)
+        run_command("--only", "wire", "engine", "--quick")
     written = (tmp_path / "faults.md").read_text(encoding="utf-8")
     assert "## Personal parameters on the wire" in written
     assert "all kept" not in written

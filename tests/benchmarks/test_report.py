@@ -13,6 +13,7 @@ from benchmarks.report.rows import (
     select_rows,
 )
 from benchmarks.report.tables import TABLES
+from benchmarks.report.tables.cells import count_gains
 from flower_ext.runs import RunWriter
 from tests.support.pages import ROOT
 
@@ -88,3 +89,9 @@ def test_gains_are_by_seed():
     ours = [{"seed": "2", "a": "5"}, {"seed": "1", "a": "3"}, {"seed": "3", "a": "0"}]
     others = [{"seed": "1", "a": "1"}, {"seed": "2", "a": "2"}]
     assert gains(ours, others, "a") == [3.0, 2.0]
+
+
+def test_gains_beyond_two_standard_errors_are_sure():
+    pairs = [[1.0, 1.2], [0.0, 3.0], [-1.0, -1.2], [1e-17, 1e-17]]
+    assert count_gains(pairs, digits=2) == (2, 2, 1)
+    assert count_gains([[0.004, 0.004]], digits=2) == (0, 1, 0)

@@ -1,14 +1,22 @@
 """Test the command-line settings of experiments, and the choice that a search makes."""
 
+import argparse
 import math
+from dataclasses import dataclass
 
 import pytest
 
-from benchmarks.runs import Experiment, experiment_parser, mean_and_error, parse_overrides
+from benchmarks.command_line import (
+    changed_scale,
+    command_parser,
+    experiment_parser,
+    parse_overrides,
+)
+from benchmarks.runs import Experiment, mean_and_error
 
 
 def test_an_override_has_the_type_of_the_default_of_its_app():
-    parser = experiment_parser("dp2-fedsam", None)
+    parser = experiment_parser(None)
     texts = ["clients=10", "epsilon=4", "seeded-noise=true", "model=mnist-cnn"]
     assert parse_overrides(parser, "dp2-fedsam", texts) == {
         "clients": 10,
@@ -24,8 +32,32 @@ def test_an_override_has_the_type_of_the_default_of_its_app():
 )
 def test_an_override_that_the_app_cannot_read_fails_the_command(text, error, capsys):
     with pytest.raises(SystemExit):
-        parse_overrides(experiment_parser("dp2-fedsam", None), "dp2-fedsam", [text])
+        parse_overrides(experiment_parser(None), "dp2-fedsam", [text])
     assert error in capsys.readouterr().err
+
+
+@dataclass(frozen=True)
+class Scale:
+    rounds: int = 5
+    methods: tuple[str, ...] = ("a", "b")
+    search: bool = True
+
+
+@pytest.mark.parametrize(
+    ("options", "scale"),
+    [
+        ([], Scale()),
+        (["--methods", "b", "--output", "x"], Scale(methods=("b",))),
+        (["--rounds", "0", "--no-search"], Scale(rounds=0, search=False)),
+    ],
+)
+def test_a_scale_changes_in_the_fields_that_the_command_line_gives(options, scale):
+    parser = command_parser(None)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--methods", nargs="+")
+    parser.add_argument("--search", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--output")
+    assert changed_scale(Scale(), parser.parse_args(options)) == scale
 
 
 def test_a_search_takes_the_best_mean_score_without_diverged_runs(tmp_path, monkeypatch):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 
 from benchmarks.report.rows import read_rows
+from benchmarks.runs import standard_error
 from flower_ext.runs.comparison import mean_and_std
 from flower_ext.runs.page import table
 
@@ -12,6 +14,22 @@ from flower_ext.runs.page import table
 def mean_text(values: Sequence[float], digits: int = 3) -> str:
     """Return the mean and the sample standard deviation as text; a dash if there are no values."""
     return mean_and_std(values, digits=digits) if values else "–"
+
+
+def count_gains(pairs: Iterable[Sequence[float]], digits: int) -> tuple[int, int, int]:
+    """Return how many pairs gain, how many of them surely, and how many surely lose.
+
+    Parameters
+    ----------
+    pairs : Iterable[Sequence[float]]
+        The gains of each pair, seed by seed. Their mean is sure beyond two standard errors.
+    digits : int
+        Digits of a mean gain that count: the difference of two equal means may be 1e-17.
+    """
+    means = [(statistics.mean(gains), standard_error(gains)) for gains in pairs]
+    up = sum(round(mean, digits) > 0 for mean, _ in means)
+    surely = sum(mean > 2 * error for mean, error in means)
+    return up, surely, sum(mean < -2 * error for mean, error in means)
 
 
 def stored_table(name: str, without: tuple[str, ...] = ()) -> str:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from benchmarks.report.rows import column_values, curve, read_rows, select_rows
+from benchmarks.report.rows import Row, column_values, curve, read_rows, select_rows
 from benchmarks.report.tables.cells import mean_text
 from flower_ext.runs.page import table
+
+SERIES = (3, 9, 15, 30)
+"""Rounds of Figure 6 that its table shows."""
 
 
 def bounds_table() -> str:
@@ -34,10 +37,8 @@ def _number(text: str) -> float:
     return math.nan if text == "–" else float(text)
 
 
-def rounds_table(figure: int, world: str, metrics: Mapping[str, int]) -> str:
-    """Return metrics by T for each λ, ε or method of a world."""
-    group = f"dp-ditto-figure-{figure}" + (f"-{world}" if world else "")
-    rows = read_rows(group)
+def rounds_table(rows: Sequence[Row], metrics: Mapping[str, int]) -> str:
+    """Return metrics, with so many digits, by T for each λ, ε or method of a world."""
     labels = sorted({row["run"].rpartition(", T = ")[0] for row in rows}, key=_last_number)
     lengths = sorted({int(row["rounds"]) for row in rows})
     parts = []
@@ -58,15 +59,14 @@ def _last_number(label: str) -> tuple[float, str]:
     return (float(number) if number != label else math.inf), label
 
 
-def series_table(world: str, metrics: Mapping[str, int], at: Sequence[int]) -> str:
-    """Return metrics after some rounds for each λ of Figure 6."""
-    rows = read_rows(f"dp-ditto-figure-6-{world}")
+def series_table(rows: Sequence[Row], metrics: Mapping[str, int]) -> str:
+    """Return metrics, with so many digits, after some rounds for each λ of Figure 6."""
     parts = []
     for metric, digits in metrics.items():
         cells = []
         for weight in sorted({float(row["global-weight"]) for row in rows}):
             curves = [curve(row, metric) for row in select_rows(rows, global_weight=weight)]
-            values = [[line[t] for line in curves] for t in at]
+            values = [[line[t] for line in curves] for t in SERIES]
             cells.append((f"λ = {weight:g}", *(mean_text(each, digits) for each in values)))
-        parts.append(table((metric.replace("_", " "), *(f"t = {t}" for t in at)), cells))
+        parts.append(table((metric.replace("_", " "), *(f"t = {t}" for t in SERIES)), cells))
     return "\n\n".join(parts)

@@ -91,9 +91,8 @@ def _rows_of_method(rows: Iterable[Row], label: str) -> list[Row]:
     return select_rows(rows, **{key.replace("-", "_"): v for key, v in METHODS[label].items()})
 
 
-def weighting_table() -> str:
+def weighting_table(rows: Sequence[Row]) -> str:
     """Return the losses of Uldp-FL's Figure 8, by number of silos and distribution."""
-    rows = read_rows("uldp-fl-figure-8", "uldp-fl-figure-4")
     cells = []
     for distribution in ("uniform", "zipf"):
         for silos in (5, 20, 50):
@@ -110,15 +109,12 @@ def weighting_table() -> str:
     return table(header, cells)
 
 
-def sampling_table() -> str:
+def sampling_table(rows: Sequence[Row]) -> str:
     """Return utility and ε of Uldp-FL's Figure 10 by the share of users in a round."""
-    rows = read_rows("uldp-fl-figure-10")
-    rows += select_rows(
-        read_rows("uldp-fl-figure-4"), num_users=1000, distribution="zipf", method="uldp-avg-w"
-    )
     cells = []
-    for dataset in ("creditcard", "mnist"):
-        runs = select_rows(rows, dataset=dataset)
+    by_records = select_rows(rows, distribution="zipf", method="uldp-avg-w")
+    for dataset, users in (("creditcard", 1000), ("mnist", 10_000)):
+        runs = select_rows(by_records, dataset=dataset, num_users=users)
         for rate in sorted({float(row["user-sampling-rate"]) for row in runs}):
             of_rate = select_rows(runs, user_sampling_rate=rate)
             utility = (
