@@ -12,7 +12,7 @@ from flower_ext.data import Examples
 from flower_ext.training import Job, LocalTraining, train_groups
 from flower_ext_kernels import network
 from flower_ext_kernels.chain import recognise_chain
-from flower_ext_kernels.layer_table import POOL, RELU
+from flower_ext_kernels.layer_table import MAX_POOL, RELU
 from tests.support.grids import grid
 from tests.support.jobs import one_by_one, problem, same, train_many
 
@@ -209,7 +209,7 @@ def test_a_diverged_model_stays_diverged_and_moves_no_bit_of_others(model, value
 
 def test_relu_follows_max_pooling():
     layers = recognise_chain(Usual(), torch.Size([3, 12, 10]))
-    assert [layer.activation for layer in layers if layer.kind == POOL] == [RELU, RELU]
+    assert [layer.activation for layer in layers if layer.kind == MAX_POOL] == [RELU, RELU]
 
 
 def whole(*layers: nn.Module) -> nn.Module:
@@ -268,6 +268,6 @@ def test_a_large_network_alone_is_left_to_many_threads(monkeypatch):
 def test_working_memory_stays_within_its_limit():
     made = jobs(Usual, replace(SGD, batch_size=12))
     form = network.form_for(problem(Usual), made[0])
-    needed = form._working(made[2])
+    needed = form._working_bytes(made[2])
     assert sorted(chain.from_iterable(form.groups(made, needed))) == [0, 1, 2, 3]
     assert sorted(chain.from_iterable(form.groups(made, needed - 1))) == [0, 1, 3]

@@ -349,7 +349,7 @@ def test_few_models_are_held_at_a_time(compiled):
 def test_what_dropout_draws_takes_room_too(compiled, monkeypatch):
     made = jobs(normed_between, SGD, [9, 4, 40, 12])
     form = network_of(normed_between, 64)
-    small, large = form.size + 2 * form._draws(made[0]), 2 * form._draws(made[2])
+    small, large = form.size + 2 * form._count_draws(made[0]), 2 * form._count_draws(made[2])
     assert form.groups(made, 16 * small) == [[0], [1], [2], [3]]
     assert form.groups(made, 16 * 2 * small) == [[0, 1], [2], [3]]
     monkeypatch.setattr(network, "_MOST_DRAWN", large - 1)
@@ -375,7 +375,7 @@ def test_as_much_is_drawn_as_dropout_needs(way, size, monkeypatch):
     monkeypatch.setattr(dropout, "draw_bits", counted)
     one_by_one(task(normed_between), [job])
     (again,) = jobs(normed_between, WAYS[way], [size])
-    assert network_of(normed_between, 64)._draws(again) == sum(drawn)
+    assert network_of(normed_between, 64)._count_draws(again) == sum(drawn)
 
 
 def dropping_all():
@@ -549,7 +549,7 @@ def test_without_machine_code_batches_train_the_same_models(
 ):
     ours = train_many(task(), jobs())
     assert len(compiled) == 4
-    monkeypatch.setattr(native, "_kept", not_compiled)
+    monkeypatch.setattr(native, "_read_stored", not_compiled)
     network._library.cache_clear()
     with caplog.at_level("INFO", "flwr"):
         same(train_many(task(), jobs()), ours)
