@@ -12,10 +12,8 @@ module                contents
 `dense`               dense layers
 `images`              convolutions and pooling
 `norms_and_dropout`   normalisation and dropout
-`products`            products of matrices, and activations
-`tiles`               products of small matrices in the processor's vector registers
+`prefetch`            prefetching of the next job's features and weights
+`products`            products of matrices, exponentials, and activations
+`tiles`               products of small matrices, and pooling, in the processor's vector registers
 ====================  =====================================================================
-
-A *slope* is the derivative of the loss with respect to one number. An argument ``slopes`` has the
-slopes of a layer's outputs; ``input_slopes`` receives those of its inputs.
 """

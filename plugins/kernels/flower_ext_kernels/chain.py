@@ -15,47 +15,47 @@ from torch.nn import functional
 
 from flower_ext.training.models.dropout import LEVELS, levels_dropped
 from flower_ext_kernels.layer_table import (
+    AVERAGE_POOL,
     CHANNELS,
     CONVOLUTION,
     DENSE,
-    DOWN,
-    DROP,
+    DROPOUT,
     FILTERS,
     HEIGHT,
+    IDENTITY,
     IMAGE_NORM,
     KERNEL_HEIGHT,
     KERNEL_WIDTH,
-    MEAN,
+    MAX_POOL,
     NORM,
     OUT_HEIGHT,
     OUT_WIDTH,
-    PAD_DOWN,
-    PAD_RIGHT,
-    PLAIN,
-    POOL,
+    PADDING_HEIGHT,
+    PADDING_WIDTH,
     RELU,
-    RIGHT,
     SIGMOID,
+    STRIDE_HEIGHT,
+    STRIDE_WIDTH,
     TANH,
-    TURN,
+    TRANSPOSE,
     WIDTH,
 )
 
 _ACTIVATIONS: Mapping[Any, int] = {
-    nn.Identity: PLAIN,
+    nn.Identity: IDENTITY,
     **dict.fromkeys((nn.ReLU, torch.relu, functional.relu, "relu"), RELU),
     **dict.fromkeys((nn.Tanh, torch.tanh, functional.tanh, "tanh"), TANH),
     **dict.fromkeys((nn.Sigmoid, torch.sigmoid, functional.sigmoid, "sigmoid"), SIGMOID),
 }
-_IMAGE = 3
-"""Dimensions of an image: channels, height and width."""
+_IMAGE_DIMENSIONS = 3
+"""An image has the dimensions channels, height and width."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The place of one parameter in the array that holds all numbers of a network.
+    """The position and shape of one parameter in the array that holds all numbers of a network.
 
-    In this array the weight of a convolution has the shape (kernel height, kernel width, channels,
+    In this array, the weight of a convolution has the shape (kernel height, kernel width, channels,
     filters). In PyTorch it has the shape (filters, channels, kernel height, kernel width).
     """
 
@@ -64,23 +64,23 @@ class Part:
 
     @property
     def slice(self) -> slice:
-        """Slice of this parameter's numbers in the network."""
+        """Slice of the network's array that holds this parameter."""
         return slice(self.start, self.start + self.shape.numel())
 
     @property
-    def is_transposed(self) -> bool:
+    def is_permuted(self) -> bool:
         """True if the order of the parameter's numbers differs from PyTorch's."""
         return len(self.shape) == 4
 
-    def laid_out(self, parameter: Tensor) -> Tensor:
-        """Return the numbers of a parameter in the order of the network."""
-        moved = parameter.permute(2, 3, 1, 0) if self.is_transposed else parameter
-        return moved.flatten()
+    def lay_out(self, parameter: Tensor) -> Tensor:
+        """Return the numbers of a parameter in the order of the network's array."""
+        permuted = parameter.permute(2, 3, 1, 0) if self.is_permuted else parameter
+        return permuted.flatten()
 
-    def parameter_of(self, rows: Tensor) -> Tensor:
+    def extract(self, rows: Tensor) -> Tensor:
         """Return this parameter for all networks, stacked; ``rows`` has one network per row."""
         numbers = rows[:, self.slice]
-        if not self.is_transposed:
+        if not self.is_permuted:
             return numbers.view(-1, *self.shape)
         filters, channels, height, width = self.shape
         return numbers.view(-1, height, width, channels, filters).permute(0, 4, 3, 1, 2)
@@ -90,43 +90,43 @@ class Part:
 class Window:
     """The window of a convolution or a pooling, which moves over an image.
 
-    Pairs are (height, width). ``border`` says how many zeros surround the image on each side.
+    Pairs are (height, width). ``padding`` says how many zeros surround the image on each side.
     """
 
     channels: int
-    size: tuple[int, int]
+    image_size: tuple[int, int]
     filters: int
     kernel: tuple[int, int]
-    step: tuple[int, int]
-    border: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
 
     @property
-    def out(self) -> tuple[int, int]:
+    def output_size(self) -> tuple[int, int]:
         """Height and width of the images after the layer."""
         height, width = (
-            (size + 2 * border - kernel) // step + 1
-            for size, border, kernel, step in zip(
-                self.size, self.border, self.kernel, self.step, strict=True
+            (size + 2 * padding - kernel) // stride + 1
+            for size, padding, kernel, stride in zip(
+                self.image_size, self.padding, self.kernel, self.stride, strict=True
             )
         )
         return height, width
 
     @property
-    def padded(self) -> int:
-        """Number of values in an image with its border."""
+    def padded_size(self) -> int:
+        """Number of values in an image with its padding."""
         height, width = (
-            size + 2 * border for size, border in zip(self.size, self.border, strict=True)
+            size + 2 * padding for size, padding in zip(self.image_size, self.padding, strict=True)
         )
         return self.channels * height * width
 
-    def describe(self, row: np.ndarray) -> None:
-        """Write this window to its columns in a row of `layer_table`'s table."""
+    def write_columns(self, row: np.ndarray) -> None:
+        """Write this window to its columns of `layer_table`, in the row of its layer."""
         row[CHANNELS], row[FILTERS] = self.channels, self.filters
-        row[HEIGHT], row[WIDTH] = self.size
-        row[OUT_HEIGHT], row[OUT_WIDTH] = self.out
+        row[HEIGHT], row[WIDTH] = self.image_size
+        row[OUT_HEIGHT], row[OUT_WIDTH] = self.output_size
         row[KERNEL_HEIGHT], row[KERNEL_WIDTH] = self.kernel
-        row[DOWN], row[RIGHT] = self.step
-        row[PAD_DOWN], row[PAD_RIGHT] = self.border
+        row[STRIDE_HEIGHT], row[STRIDE_WIDTH] = self.stride
+        row[PADDING_HEIGHT], row[PADDING_WIDTH] = self.padding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,24 +144,24 @@ class Layer:
     outputs: int
     groups: int = 1
     setting: int = 0
-    activation: int = PLAIN
+    activation: int = IDENTITY
     window: Window | None = None
 
     @property
-    def scratch(self) -> int:
-        """Number of values that a pass stores for one example, besides outputs and their slopes."""
+    def scratch_size(self) -> int:
+        """Number of values in the working memory that the layer's passes need for one example."""
         if self.window is None:
             return 0
         window = self.window
         weights = math.prod(window.kernel) * window.channels * window.filters
-        return weights + window.padded + 3 * window.channels
+        return weights + window.padded_size + 3 * window.channels
 
 
 def recognise_chain(model: nn.Module, shape: torch.Size) -> list[Layer]:
     """Return the layers of a model in order.
 
-    The list is empty if the model is not a chain, if it does not end in one row of numbers, or if
-    machine code cannot run one of its layers.
+    The list is empty if the model is not a chain, if its outputs for one example are not a row of
+    numbers, or if machine code cannot run one of its layers.
 
     Parameters
     ----------
@@ -170,70 +170,76 @@ def recognise_chain(model: nn.Module, shape: torch.Size) -> list[Layer]:
         layer works on images. `nn.Flatten` may come first.
     """
     layers: list[Layer] = []
-    now = shape
-    for name, operation in _in_a_row(model) or _traced(model):
-        follows = _ACTIVATIONS.get(type(operation) if name else operation)
-        if (numbers := _flattens(operation, now)) is not None:
-            layers += _turned(now, back=True) if layers else []
-            now = torch.Size([numbers])
-        elif follows is not None and layers and layers[-1].activation == PLAIN:
-            layers[-1] = replace(layers[-1], activation=follows)
-        elif len(now) == 1 and (layer := _layer(operation, name, now.numel())) is not None:
+    example_shape = shape
+    for name, operation in _flatten_sequential(model) or _trace(model):
+        dimensions = len(example_shape)
+        activation = _ACTIVATIONS.get(type(operation) if name else operation)
+        if (numbers := _flattened_size(operation, example_shape)) is not None:
+            layers += _transposition(example_shape, back=True) if layers else []
+            example_shape = torch.Size([numbers])
+        elif activation is not None and layers and layers[-1].activation == IDENTITY:
+            layers[-1] = replace(layers[-1], activation=activation)
+        elif dimensions == 1 and (
+            layer := _recognise_row_layer(operation, name, example_shape.numel())
+        ):
             layers.append(layer)
-            now = torch.Size([layer.outputs])
-        elif len(now) == _IMAGE and (layer := _on_images(operation, name, now)) is not None:
-            layers += [*([] if layers else _turned(now)), layer]
+            example_shape = torch.Size([layer.outputs])
+        elif dimensions == _IMAGE_DIMENSIONS and (
+            layer := _recognise_image_layer(operation, name, example_shape)
+        ):
+            layers += [*([] if layers else _transposition(example_shape)), layer]
             assert layer.window is not None
-            now = torch.Size([layer.window.filters, *layer.window.out])
+            example_shape = torch.Size([layer.window.filters, *layer.window.output_size])
         else:
             return []
-    return _pooled_first(layers) if len(now) == 1 else []
+    return _move_relu_behind_pooling(layers) if len(example_shape) == 1 else []
 
 
-def _flattens(operation: object, shape: torch.Size) -> int | None:
+def _flattened_size(operation: object, shape: torch.Size) -> int | None:
     """Return the size of an example if ``operation`` flattens it to one row, else None."""
     if isinstance(operation, nn.Flatten):
-        whole = (operation.start_dim, operation.end_dim) == (1, -1)
+        flattens = (operation.start_dim, operation.end_dim) == (1, -1)
     else:
-        whole = operation == torch.Size([shape.numel()])
-    return shape.numel() if whole else None
+        flattens = operation == torch.Size([shape.numel()])
+    return shape.numel() if flattens else None
 
 
-def _turned(shape: torch.Size, *, back: bool = False) -> list[Layer]:
-    """Return a list with the layer that moves an image's channels to the last dimension.
+def _transposition(shape: torch.Size, *, back: bool = False) -> list[Layer]:
+    """Return a list with the layer that moves an image's channels from first to last dimension.
 
     If ``back`` is True, the layer moves them from the last dimension to the first. The list is
-    empty if ``shape`` is not an image, or if the image has one channel or one pixel, because all
-    numbers would keep their places.
+    empty if ``shape`` is not an image. It is also empty if the image has one channel or one pixel,
+    because a transposition would move no number.
     """
     size, channels = shape.numel(), shape[0]
-    if len(shape) != _IMAGE or channels in (1, size):
+    if len(shape) != _IMAGE_DIMENSIONS or channels in (1, size):
         return []
-    turn = Layer(
+    transposition = Layer(
         module=nn.Identity(),
         name="",
-        kind=TURN,
+        kind=TRANSPOSE,
         inputs=size,
         outputs=size,
         setting=size // channels if back else channels,
     )
-    return [turn]
+    return [transposition]
 
 
-def _pooled_first(layers: list[Layer]) -> list[Layer]:
+def _move_relu_behind_pooling(layers: list[Layer]) -> list[Layer]:
     """Return the layers, with every ReLU that precedes a max pooling moved behind the pooling.
 
     Values and gradients stay the same, and the ReLU handles a fraction of the numbers.
     """
     layers = [*layers]
-    for number, (before, after) in enumerate(pairwise(layers)):
-        if after.kind == POOL and before.activation == RELU and after.activation in (PLAIN, RELU):
-            layers[number] = replace(before, activation=PLAIN)
-            layers[number + 1] = replace(after, activation=RELU)
+    for number, (layer, following) in enumerate(pairwise(layers)):
+        pools = following.kind == MAX_POOL and following.activation in (IDENTITY, RELU)
+        if pools and layer.activation == RELU:
+            layers[number] = replace(layer, activation=IDENTITY)
+            layers[number + 1] = replace(following, activation=RELU)
     return layers
 
 
-def _in_a_row(module: nn.Module, name: str = "") -> list[tuple[str, Any]]:
+def _flatten_sequential(module: nn.Module, name: str = "") -> list[tuple[str, Any]]:
     """Return the names and modules of an `nn.Sequential`, in order; for other models, nothing.
 
     A sequence needs no trace. Each message may bring a new model, and a trace would take longer
@@ -244,11 +250,11 @@ def _in_a_row(module: nn.Module, name: str = "") -> list[tuple[str, Any]]:
     return [
         named
         for leaf, child in module._modules.items()  # may contain the same module twice
-        for named in _in_a_row(child, f"{name}.{leaf}".removeprefix("."))
+        for named in _flatten_sequential(child, f"{name}.{leaf}".removeprefix("."))
     ]
 
 
-def _traced(model: nn.Module) -> list[tuple[str, Any]]:
+def _trace(model: nn.Module) -> list[tuple[str, Any]]:
     """Trace a model, and return the names and operations of its chain, in order.
 
     None stands for an operation that no chain may have. The result is empty if PyTorch cannot
@@ -259,17 +265,17 @@ def _traced(model: nn.Module) -> list[tuple[str, Any]]:
     except Exception:  # a forward method may raise anything for a symbol
         return []
     operations: list[tuple[str, Any]] = []
-    for before, node in pairwise(nodes):
-        if node.all_input_nodes != [before]:
+    for previous, node in pairwise(nodes):
+        if node.all_input_nodes != [previous]:
             return [("", None)]
         if node.op == "output":
             return operations
-        operations.append(_operation(node, model))
+        operations.append(_describe_node(node, model))
     return [("", None)]
 
 
-def _operation(node: fx.Node, model: nn.Module) -> tuple[str, Any]:
-    """Return the name and the operation of one step of a trace.
+def _describe_node(node: fx.Node, model: nn.Module) -> tuple[str, Any]:
+    """Return the name and the operation of one node of a trace.
 
     The operation is a module, a function, or the shape that a view gives to an example. It is None
     if no chain may have it.
@@ -288,21 +294,21 @@ def _operation(node: fx.Node, model: nn.Module) -> tuple[str, Any]:
     return "", node.target
 
 
-def _layer(module: Any, name: str, width: int) -> Layer | None:
+def _recognise_row_layer(module: Any, name: str, width: int) -> Layer | None:
     """Return the layer for a module on rows of ``width`` numbers; None if machine code has none."""
     if type(module) is nn.Linear:
         inputs, outputs = module.in_features, module.out_features
         return Layer(module=module, name=name, kind=DENSE, inputs=inputs, outputs=outputs)
-    kind, groups, setting = DROP, 1, 0
+    kind, groups, setting = DROPOUT, 1, 0
     if type(module) is nn.Dropout and module.training:
         setting = levels_dropped(module.p)
         known = 0 < setting < LEVELS
     elif type(module) in (nn.GroupNorm, nn.LayerNorm):
         grouped = isinstance(module, nn.GroupNorm)
         kind, groups = NORM, module.num_groups if grouped else 1
-        over = (module.num_channels,) if grouped else module.normalized_shape
-        setting, known = _parts_of(module.eps)
-        known = known and over == (width,)
+        normalised_shape = (module.num_channels,) if grouped else module.normalized_shape
+        setting, known = _inverse_epsilon(module.eps)
+        known = known and normalised_shape == (width,)
     else:
         return None
     layer = Layer(
@@ -318,97 +324,101 @@ def _layer(module: Any, name: str, width: int) -> Layer | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Form:
-    """The form that a module takes as a layer on images.
+class _ImageSettings:
+    """Settings of a module as a layer on images.
 
-    ``kernel``, ``step`` and ``border`` are as PyTorch's modules have them. ``filters`` is None if
-    the images keep their number of channels.
+    ``kernel``, ``stride`` and ``padding`` are as in PyTorch's modules. ``filters`` is None if the
+    layer does not change the number of channels.
     """
 
     kind: int
     kernel: object = 1
-    step: object = 1
-    border: object = 0
+    stride: object = 1
+    padding: object = 0
     filters: int | None = None
     groups: int = 1
     setting: int = 0
 
 
-def _convolution(module: nn.Conv2d, shape: Sequence[int]) -> _Form | None:
+def _convolution(module: nn.Conv2d, shape: Sequence[int]) -> _ImageSettings | None:
     if module.groups != 1 or module.padding_mode != "zeros" or module.in_channels != shape[0]:
         return None
     if _pair(module.dilation) != (1, 1):
         return None
-    return _Form(
+    return _ImageSettings(
         kind=CONVOLUTION,
         kernel=module.kernel_size,
-        step=module.stride,
-        border=module.padding,
+        stride=module.stride,
+        padding=module.padding,
         filters=module.out_channels,
     )
 
 
-def _max_pooling(module: nn.MaxPool2d, shape: Sequence[int]) -> _Form | None:
+def _max_pooling(module: nn.MaxPool2d, shape: Sequence[int]) -> _ImageSettings | None:
     if module.ceil_mode or module.return_indices or _pair(module.padding) != (0, 0):
         return None
     if _pair(module.dilation) != (1, 1):
         return None
-    return _Form(kind=POOL, kernel=module.kernel_size, step=module.stride)
+    return _ImageSettings(kind=MAX_POOL, kernel=module.kernel_size, stride=module.stride)
 
 
-def _mean_pooling(module: nn.AvgPool2d, shape: Sequence[int]) -> _Form | None:
+def _average_pooling(module: nn.AvgPool2d, shape: Sequence[int]) -> _ImageSettings | None:
     if module.ceil_mode or module.divisor_override is not None or _pair(module.padding) != (0, 0):
         return None
-    return _Form(kind=MEAN, kernel=module.kernel_size, step=module.stride)
+    return _ImageSettings(kind=AVERAGE_POOL, kernel=module.kernel_size, stride=module.stride)
 
 
-def _mean_of_all(module: nn.AdaptiveAvgPool2d, shape: Sequence[int]) -> _Form | None:
-    return _Form(kind=MEAN, kernel=tuple(shape[1:])) if module.output_size in (1, (1, 1)) else None
+def _global_average_pooling(
+    module: nn.AdaptiveAvgPool2d, shape: Sequence[int]
+) -> _ImageSettings | None:
+    if module.output_size not in (1, (1, 1)):
+        return None
+    return _ImageSettings(kind=AVERAGE_POOL, kernel=tuple(shape[1:]))
 
 
-def _image_norm(module: nn.GroupNorm, shape: Sequence[int]) -> _Form | None:
-    setting, exact = _parts_of(module.eps)
+def _image_norm(module: nn.GroupNorm, shape: Sequence[int]) -> _ImageSettings | None:
+    setting, exact = _inverse_epsilon(module.eps)
     if not exact or module.num_channels != shape[0]:
         return None
-    return _Form(kind=IMAGE_NORM, groups=module.num_groups, setting=setting)
+    return _ImageSettings(kind=IMAGE_NORM, groups=module.num_groups, setting=setting)
 
 
-_IMAGE_FORMS: Mapping[type, Callable[..., _Form | None]] = {
+_IMAGE_MODULES: Mapping[type, Callable[..., _ImageSettings | None]] = {
     nn.Conv2d: _convolution,
     nn.MaxPool2d: _max_pooling,
-    nn.AvgPool2d: _mean_pooling,
-    nn.AdaptiveAvgPool2d: _mean_of_all,
+    nn.AvgPool2d: _average_pooling,
+    nn.AdaptiveAvgPool2d: _global_average_pooling,
     nn.GroupNorm: _image_norm,
 }
-"""Modules on images. Their functions return None for settings that machine code does not have."""
+"""Functions that read a module's settings, or return None if machine code does not support them."""
 
 
-def _on_images(module: Any, name: str, shape: Sequence[int]) -> Layer | None:
+def _recognise_image_layer(module: Any, name: str, shape: Sequence[int]) -> Layer | None:
     """Return the layer for a module on images of ``shape``; None if machine code has none."""
-    form_of = _IMAGE_FORMS.get(type(module))
-    if form_of is None or (form := form_of(module, shape)) is None:
+    read_settings = _IMAGE_MODULES.get(type(module))
+    if read_settings is None or (settings := read_settings(module, shape)) is None:
         return None
-    kernel, step, border = (_pair(value) for value in (form.kernel, form.step, form.border))
-    if kernel is None or step is None or border is None:
+    kernel, stride, padding = map(_pair, (settings.kernel, settings.stride, settings.padding))
+    if kernel is None or stride is None or padding is None:
         return None
     channels, height, width = shape
-    filters = channels if form.filters is None else form.filters
-    window = Window(channels, (height, width), filters, kernel, step, border)
-    if min(window.out) < 1:
+    filters = channels if settings.filters is None else settings.filters
+    window = Window(channels, (height, width), filters, kernel, stride, padding)
+    if min(window.output_size) < 1:
         return None
     return Layer(
         module=module,
         name=name,
-        kind=form.kind,
+        kind=settings.kind,
         inputs=math.prod(shape),
-        outputs=filters * math.prod(window.out),
-        groups=form.groups,
-        setting=form.setting,
+        outputs=filters * math.prod(window.output_size),
+        groups=settings.groups,
+        setting=settings.setting,
         window=window,
     )
 
 
-def _parts_of(epsilon: float) -> tuple[int, bool]:
+def _inverse_epsilon(epsilon: float) -> tuple[int, bool]:
     """Return 1 / ``epsilon`` as an integer, and True if rounding changes it by at most 0.1 %."""
     setting = round(1 / epsilon) if epsilon > 0 else 0
     return setting, math.isclose(setting * epsilon, 1, rel_tol=1e-3)

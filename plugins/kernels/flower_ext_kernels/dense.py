@@ -16,124 +16,116 @@ from flower_ext_kernels.layer_table import (
     TRAINS_WEIGHT,
     WEIGHT,
 )
+from flower_ext_kernels.prefetch import part_lengths, prefetch_part
 from flower_ext_kernels.products import (
-    NEXT,
+    INT_ONE,
+    INT_ZERO,
     ONE,
-    STAY,
     ZERO,
     add_product,
-    fetch,
+    even_part_size,
     fill,
-    lines,
-    loops,
-    share,
+    jit,
 )
 from flower_ext_kernels.tiles import LANES, TILE_HEIGHT, TILE_WIDTH, dot_tile, multiply_tile
 
 
-@loops
-def tiles(layer: np.ndarray, count: int) -> int:
-    """Return the number of tiles in which `multiply` computes the outputs of ``count`` rows."""
+@jit
+def count_tiles(layer: np.ndarray, count: int) -> int:
+    """Return the number of tiles in which `forward_dense` computes ``count`` rows."""
     return int(-(-layer[OUTPUTS] // TILE_WIDTH) * -(-count // TILE_HEIGHT))
 
 
-@loops
-def multiply(
+@jit
+def forward_dense(
     weights: np.ndarray,
     layer: np.ndarray,
     values: np.ndarray,
-    below: int,
-    above: int,
+    input_start: int,
+    output_start: int,
     count: int,
-    ahead: tuple[np.ndarray, np.ndarray],
+    prefetched: tuple[np.ndarray, np.ndarray],
 ) -> None:
     """Write x Wᵀ + b for ``count`` rows x.
 
-    The rows begin at position ``below`` of ``values``, and the outputs at position ``above``.
-    Meanwhile the processor fetches ``ahead``, which the next training needs, into its caches.
+    The rows begin at position ``input_start`` of ``values``, and the outputs at ``output_start``.
+    Meanwhile the processor prefetches ``prefetched``, which the next job needs.
     """
     width, height = layer[INPUTS], layer[OUTPUTS]
     matrix = weights[layer[WEIGHT] :]
-    neurons, rows = share(height, TILE_WIDTH), share(count, TILE_HEIGHT)
-    sizes, tile = _sizes(ahead, tiles(layer, count)), 0
+    neurons, rows = even_part_size(height, TILE_WIDTH), even_part_size(count, TILE_HEIGHT)
+    lengths, tile = part_lengths(prefetched, count_tiles(layer, count)), 0
     # The outer loop is over neurons: a few rows of the matrix stay in the nearest cache, while all
     # rows of the mini-batch pass by.
     for neuron in range(0, height, neurons):
         for row in range(0, count, rows):
-            _fetch(ahead, sizes, tile)
+            prefetch_part(prefetched, lengths, tile)
             tile += 1
             dot_tile(
-                values[above + row * height + neuron :],
-                values[below + row * width :],
+                values[output_start + row * height + neuron :],
+                values[input_start + row * width :],
                 matrix[neuron * width :],
                 (min(rows, count - row), min(neurons, height - neuron), width),
                 (height, width, width),
             )
     if layer[BIAS] >= 0:
         for row in range(count):
-            for place in range(height):
-                values[above + row * height + place] += weights[layer[BIAS] + place]
+            for neuron in range(height):
+                values[output_start + row * height + neuron] += weights[layer[BIAS] + neuron]
 
 
-@loops
+@jit
 def backward_dense(
-    weights: np.ndarray, layer: np.ndarray, count: int, slopes: np.ndarray, input_slopes: np.ndarray
+    weights: np.ndarray,
+    layer: np.ndarray,
+    count: int,
+    grad_outputs: np.ndarray,
+    grad_inputs: np.ndarray,
 ) -> None:
-    """Backpropagate ``slopes`` through `multiply`, and write the slopes of its inputs."""
+    """Backpropagate ``grad_outputs`` through `forward_dense`, and write ``grad_inputs``."""
     width, height = layer[INPUTS], layer[OUTPUTS]
-    fill(input_slopes[: count * width], ZERO)
-    steps = width, height, NEXT, STAY, width, STAY
-    add_product(
-        input_slopes, slopes, weights[layer[WEIGHT] :], (count, width, height, NEXT), steps, ONE
-    )
+    matrix, shape = weights[layer[WEIGHT] :], (count, width, height, INT_ONE)
+    strides = width, height, INT_ONE, INT_ZERO, width, INT_ZERO
+    fill(grad_inputs[: count * width], ZERO)
+    add_product(grad_inputs, grad_outputs, matrix, shape, strides, ONE)
 
 
-@loops
+@jit
 def add_gradient_of_dense(
     layer: np.ndarray,
     count: int,
     inputs: np.ndarray,
-    slopes: np.ndarray,
+    grad_outputs: np.ndarray,
     out: np.ndarray,
     factor: np.float32,
-    ahead: tuple[np.ndarray, np.ndarray],
+    prefetched: tuple[np.ndarray, np.ndarray],
 ) -> None:
     """Add ``factor`` times the gradient of a dense layer's weight and bias to ``out``.
 
-    Meanwhile the processor fetches ``ahead``, as in `multiply`.
+    Meanwhile the processor prefetches ``prefetched``, as in `forward_dense`.
     """
     width, height = layer[INPUTS], layer[OUTPUTS]
     if layer[TRAINS_WEIGHT]:
         vectors = -(-width // LANES)
         # A tile is a block of the gradient, and the sum over the mini-batch stays in registers.
-        neurons, columns = share(height, TILE_HEIGHT), LANES * share(vectors, TILE_WIDTH)
-        sizes, tile = _sizes(ahead, -(-height // TILE_HEIGHT) * -(-vectors // TILE_WIDTH)), 0
-        steps = width, NEXT, height, STAY, width, STAY
+        neurons = even_part_size(height, TILE_HEIGHT)
+        columns = LANES * even_part_size(vectors, TILE_WIDTH)
+        tiles, tile = -(-height // TILE_HEIGHT) * -(-vectors // TILE_WIDTH), 0
+        lengths = part_lengths(prefetched, tiles)
+        strides = width, INT_ONE, height, INT_ZERO, width, INT_ZERO
         for column in range(0, width, columns):
             for neuron in range(0, height, neurons):
-                _fetch(ahead, sizes, tile)
+                prefetch_part(prefetched, lengths, tile)
                 tile += 1
                 multiply_tile(
                     out[layer[WEIGHT] + neuron * width + column :],
-                    slopes[neuron:],
+                    grad_outputs[neuron:],
                     inputs[column:],
-                    (min(neurons, height - neuron), min(columns, width - column), count, NEXT),
-                    steps,
+                    (min(neurons, height - neuron), min(columns, width - column), count, INT_ONE),
+                    strides,
                     factor,
                 )
     if layer[TRAINS_BIAS]:
         for row in range(count):
-            for place in range(height):
-                out[layer[BIAS] + place] += factor * slopes[row * height + place]
-
-
-@loops
-def _sizes(ahead: tuple[np.ndarray, np.ndarray], parts: int) -> tuple[int, int]:
-    """Return how many numbers of each array are fetched at a time."""
-    return lines(ahead[0], parts), lines(ahead[1], parts)
-
-
-@loops
-def _fetch(ahead: tuple[np.ndarray, np.ndarray], sizes: tuple[int, int], part: int) -> None:
-    fetch(ahead[0], part * sizes[0], sizes[0])
-    fetch(ahead[1], part * sizes[1], sizes[1])
+            for neuron in range(height):
+                out[layer[BIAS] + neuron] += factor * grad_outputs[row * height + neuron]

@@ -1,8 +1,9 @@
-"""Convolutions and pooling of images, as loops over numbers that Numba translates.
+"""Convolutions and pooling of images, as loops over numbers that Numba compiles.
 
-The channels of a place are neighbours in memory, (height, width, channels), and a convolution's
+The channels of a pixel are neighbours in memory, (height, width, channels), and a convolution's
 weights are (kernel height, kernel width, channels, filters). A row of a window is then contiguous,
-and each pass is a product of matrices that reads images in place.
+and each pass is a product of matrices that reads images in place. The variables ``image_width``,
+``padded_width`` and ``window_width`` count the numbers in a row, pixels times channels.
 """
 
 from __future__ import annotations
@@ -12,34 +13,34 @@ import numpy as np
 from flower_ext_kernels.layer_table import (
     BIAS,
     CHANNELS,
-    DOWN,
     FILTERS,
     HEIGHT,
     INPUTS,
     KERNEL_HEIGHT,
     KERNEL_WIDTH,
     KIND,
+    MAX_POOL,
     OUT_HEIGHT,
     OUT_WIDTH,
     OUTPUTS,
-    PAD_DOWN,
-    PAD_RIGHT,
-    POOL,
-    RIGHT,
+    PADDING_HEIGHT,
+    PADDING_WIDTH,
+    STRIDE_HEIGHT,
+    STRIDE_WIDTH,
     TRAINS_BIAS,
     TRAINS_WEIGHT,
     WEIGHT,
     WIDTH,
 )
 from flower_ext_kernels.products import (
-    NEXT,
+    INT_ONE,
+    INT_ZERO,
     ONE,
-    STAY,
     ZERO,
     add_product,
     copy,
     fill,
-    loops,
+    jit,
 )
 from flower_ext_kernels.tiles import (
     LANES,
@@ -50,8 +51,8 @@ from flower_ext_kernels.tiles import (
 )
 
 
-@loops
-def turn(values: np.ndarray, rows: int, out: np.ndarray) -> None:
+@jit
+def transpose(values: np.ndarray, rows: int, out: np.ndarray) -> None:
     """Write a matrix of ``rows`` rows to ``out``, with rows and columns exchanged."""
     columns = len(values) // rows
     for column in range(columns):
@@ -59,7 +60,7 @@ def turn(values: np.ndarray, rows: int, out: np.ndarray) -> None:
             out[column * rows + row] = values[row * columns + column]
 
 
-@loops
+@jit
 def _repeat(row: np.ndarray, out: np.ndarray) -> None:
     """Fill ``out`` with copies of ``row``."""
     # Copies double in length, because short ones waste most of a vector.
@@ -71,35 +72,34 @@ def _repeat(row: np.ndarray, out: np.ndarray) -> None:
         done += more
 
 
-@loops
-def _padded(layer: np.ndarray, image: np.ndarray, scratch: np.ndarray) -> np.ndarray:
-    """Return an image with its border of zeros, in ``scratch``; without a border, the image."""
-    pad_down, pad_right = layer[PAD_DOWN], layer[PAD_RIGHT]
-    if pad_down == 0 and pad_right == 0:
+@jit
+def _pad(layer: np.ndarray, image: np.ndarray, scratch: np.ndarray) -> np.ndarray:
+    """Write the padded image to ``scratch`` and return it; without padding, return the image."""
+    padding_height, padding_width = layer[PADDING_HEIGHT], layer[PADDING_WIDTH]
+    if padding_height == 0 and padding_width == 0:
         return image
-    run, across = layer[WIDTH] * layer[CHANNELS], _across(layer)
-    fill(scratch[: (layer[HEIGHT] + 2 * pad_down) * across], ZERO)
+    channels, padded_width = layer[CHANNELS], _padded_width(layer)
+    image_width = layer[WIDTH] * channels
+    fill(scratch[: (layer[HEIGHT] + 2 * padding_height) * padded_width], ZERO)
     for row in range(layer[HEIGHT]):
-        copy(
-            image[row * run :][:run],
-            scratch[(row + pad_down) * across + pad_right * layer[CHANNELS] :],
-        )
+        begin = (row + padding_height) * padded_width + padding_width * channels
+        copy(image[row * image_width :][:image_width], scratch[begin:])
     return scratch
 
 
-@loops
-def _across(layer: np.ndarray) -> int:
+@jit
+def _padded_width(layer: np.ndarray) -> int:
     """Return how many numbers a row of a padded image has."""
-    return int((layer[WIDTH] + 2 * layer[PAD_RIGHT]) * layer[CHANNELS])
+    return int((layer[WIDTH] + 2 * layer[PADDING_WIDTH]) * layer[CHANNELS])
 
 
-@loops
+@jit
 def padded_size(layer: np.ndarray) -> int:
     """Return how many numbers a padded image has."""
-    return int(layer[HEIGHT] + 2 * layer[PAD_DOWN]) * _across(layer)
+    return int(layer[HEIGHT] + 2 * layer[PADDING_HEIGHT]) * _padded_width(layer)
 
 
-@loops
+@jit
 def convolve(
     weights: np.ndarray,
     layer: np.ndarray,
@@ -113,133 +113,139 @@ def convolve(
         _repeat(weights[layer[BIAS] :][:filters], outputs[: layer[OUTPUTS]])
     else:
         fill(outputs[: layer[OUTPUTS]], ZERO)
-    source, across = _padded(layer, image, scratch), _across(layer)
+    source, padded_width = _pad(layer, image, scratch), _padded_width(layer)
     # The left matrix has a window in each row. Neighbouring windows overlap in memory, and nothing
-    # is copied: the inner sum runs along a row of the window, the outer sum down its rows.
-    run = layer[KERNEL_WIDTH] * channels
-    steps = (filters, layer[RIGHT] * channels, 1, across, filters, run * filters)
+    # is copied: the inner sum goes along a row of the window, the outer sum down its rows.
+    window_width = layer[KERNEL_WIDTH] * channels
+    right = layer[STRIDE_WIDTH] * channels
+    # For the literal 1, Numba compiles `add_product` again, with a sum over neighbouring numbers.
+    strides = (filters, right, 1, padded_width, filters, window_width * filters)
     for row in range(layer[OUT_HEIGHT]):
         add_product(
             outputs[row * layer[OUT_WIDTH] * filters :],
-            source[row * layer[DOWN] * across :],
+            source[row * layer[STRIDE_HEIGHT] * padded_width :],
             weights[layer[WEIGHT] :],
-            (layer[OUT_WIDTH], filters, run, layer[KERNEL_HEIGHT]),
-            steps,
+            (layer[OUT_WIDTH], filters, window_width, layer[KERNEL_HEIGHT]),
+            strides,
             ONE,
         )
 
 
-@loops
+@jit
 def backward_convolution(
-    turned: np.ndarray,
+    transposed: np.ndarray,
     layer: np.ndarray,
-    slopes: np.ndarray,
-    input_slopes: np.ndarray,
+    grad_outputs: np.ndarray,
+    grad_inputs: np.ndarray,
     scratch: np.ndarray,
 ) -> None:
-    """Backpropagate ``slopes`` through `convolve`, and write the image's slopes.
+    """Backpropagate ``grad_outputs`` through `convolve`, and write ``grad_inputs``.
 
-    ``turned`` has the layer's weights, (filters, kernel height, kernel width, channels).
+    ``transposed`` has the layer's weights, (filters, kernel height, kernel width, channels).
     """
-    filters, channels, across = layer[FILTERS], layer[CHANNELS], _across(layer)
-    run, height = layer[KERNEL_WIDTH] * channels, layer[KERNEL_HEIGHT]
-    pads = layer[PAD_DOWN] > 0 or layer[PAD_RIGHT] > 0
-    out = scratch if pads else input_slopes
+    filters, channels, padded_width = layer[FILTERS], layer[CHANNELS], _padded_width(layer)
+    window_width, height = layer[KERNEL_WIDTH] * channels, layer[KERNEL_HEIGHT]
+    pads = layer[PADDING_HEIGHT] > 0 or layer[PADDING_WIDTH] > 0
+    out = scratch if pads else grad_inputs
     fill(out[: padded_size(layer)], ZERO)
-    # Rows of the product are rows of windows, and overlap if a step is smaller than the window. The
-    # slopes then add up, because `multiply_tile` adds one row after the other.
-    steps = (layer[RIGHT] * channels, filters, 1, STAY, height * run, STAY)
+    # Rows of the product are rows of windows, and overlap if the stride is smaller than the window.
+    # The gradients then add up, because `multiply_tile` adds one row after the other.
+    right = layer[STRIDE_WIDTH] * channels
+    strides = (right, filters, 1, INT_ZERO, height * window_width, INT_ZERO)
     for row in range(layer[OUT_HEIGHT]):
-        for kernel in range(height):
+        for kernel_row in range(height):
             add_product(
-                out[(row * layer[DOWN] + kernel) * across :],
-                slopes[row * layer[OUT_WIDTH] * filters :],
-                turned[kernel * run :],
-                (layer[OUT_WIDTH], run, filters, NEXT),
-                steps,
+                out[(row * layer[STRIDE_HEIGHT] + kernel_row) * padded_width :],
+                grad_outputs[row * layer[OUT_WIDTH] * filters :],
+                transposed[kernel_row * window_width :],
+                (layer[OUT_WIDTH], window_width, filters, INT_ONE),
+                strides,
                 ONE,
             )
     if pads:
-        run, begin = layer[WIDTH] * channels, layer[PAD_RIGHT] * channels
+        image_width = layer[WIDTH] * channels
         for row in range(layer[HEIGHT]):
-            copy(out[(row + layer[PAD_DOWN]) * across + begin :][:run], input_slopes[row * run :])
+            begin = (row + layer[PADDING_HEIGHT]) * padded_width + layer[PADDING_WIDTH] * channels
+            copy(out[begin:][:image_width], grad_inputs[row * image_width :])
 
 
-@loops
+@jit
 def add_gradient_of_convolution(
     layer: np.ndarray,
     image: np.ndarray,
-    slopes: np.ndarray,
+    grad_outputs: np.ndarray,
     out: np.ndarray,
     factor: np.float32,
     scratch: np.ndarray,
 ) -> None:
     """Add ``factor`` times the gradient of a convolution's weight and bias to ``out``."""
-    filters, channels, across = layer[FILTERS], layer[CHANNELS], _across(layer)
+    filters, channels, padded_width = layer[FILTERS], layer[CHANNELS], _padded_width(layer)
     width, height = layer[OUT_WIDTH], layer[OUT_HEIGHT]
     if layer[TRAINS_WEIGHT]:
-        source, run = _padded(layer, image, scratch), layer[KERNEL_WIDTH] * channels
-        # One product for each row of the kernel; its sums run over all places of the outputs.
-        leap = layer[DOWN] * across
-        steps = (filters, NEXT, layer[RIGHT] * channels, leap, filters, width * filters)
-        for kernel in range(layer[KERNEL_HEIGHT]):
+        source, window_width = _pad(layer, image, scratch), layer[KERNEL_WIDTH] * channels
+        # One product for each row of the kernel; its sums run over all pixels of the outputs.
+        right, down = layer[STRIDE_WIDTH] * channels, layer[STRIDE_HEIGHT] * padded_width
+        strides = (filters, INT_ONE, right, down, filters, width * filters)
+        for kernel_row in range(layer[KERNEL_HEIGHT]):
             add_product(
-                out[layer[WEIGHT] + kernel * run * filters :],
-                source[kernel * across :],
-                slopes,
-                (run, filters, width, height),
-                steps,
+                out[layer[WEIGHT] + kernel_row * window_width * filters :],
+                source[kernel_row * padded_width :],
+                grad_outputs,
+                (window_width, filters, width, height),
+                strides,
                 factor,
             )
     if layer[TRAINS_BIAS]:
-        # A sum over places is the product with a row of ones. A step of 0 repeats a single one.
+        # A sum over pixels is the product with a row of ones. A stride of 0 repeats a single one.
         fill(scratch[:1], ONE)
-        shape = (NEXT, filters, height * width, NEXT)
-        steps = (STAY, STAY, STAY, STAY, filters, STAY)
-        add_product(out[layer[BIAS] :], scratch, slopes, shape, steps, factor)
+        shape = (INT_ONE, filters, height * width, INT_ONE)
+        strides = (INT_ZERO, INT_ZERO, INT_ZERO, INT_ZERO, filters, INT_ZERO)
+        add_product(out[layer[BIAS] :], scratch, grad_outputs, shape, strides, factor)
 
 
-@loops
+@jit
 def pool(layer: np.ndarray, image: np.ndarray, outputs: np.ndarray) -> None:
-    """Write the maxima or the means of windows, channel by channel, to ``outputs``."""
+    """Write the maxima or the averages of windows, channel by channel, to ``outputs``."""
     channels = layer[CHANNELS]
     size = (layer[KERNEL_HEIGHT], layer[KERNEL_WIDTH])
-    share = ONE / np.float32(size[0] * size[1])
-    steps = (layer[WIDTH] * channels, channels)
+    inverse_size = ONE / np.float32(size[0] * size[1])
+    strides = (layer[WIDTH] * channels, channels)
     for window in range(layer[OUT_HEIGHT] * layer[OUT_WIDTH]):
         corner = _corner(layer, window)
-        # A vector holds the same place in several channels, which are neighbours in memory.
+        # A vector holds several channels of one pixel, which are neighbours in memory.
         for channel in range(0, channels, LANES):
             out, values = outputs[window * channels + channel :], image[corner + channel :]
-            if layer[KIND] == POOL:
-                find_largest(out, values, channels - channel, size, steps)
+            if layer[KIND] == MAX_POOL:
+                find_largest(out, values, channels - channel, size, strides)
             else:
-                find_sum(out, values, channels - channel, size, steps, share)
+                find_sum(out, values, channels - channel, size, strides, inverse_size)
 
 
-@loops
+@jit
 def backward_pool(
-    layer: np.ndarray, image: np.ndarray, slopes: np.ndarray, input_slopes: np.ndarray
+    layer: np.ndarray, image: np.ndarray, grad_outputs: np.ndarray, grad_inputs: np.ndarray
 ) -> None:
-    """Backpropagate ``slopes`` through `pool`, and write the image's slopes."""
+    """Backpropagate ``grad_outputs`` through `pool`, and write ``grad_inputs``."""
     channels = layer[CHANNELS]
     size = (layer[KERNEL_HEIGHT], layer[KERNEL_WIDTH])
-    share = ONE / np.float32(size[0] * size[1])
-    steps = (layer[WIDTH] * channels, channels)
-    fill(input_slopes[: layer[INPUTS]], ZERO)
+    inverse_size = ONE / np.float32(size[0] * size[1])
+    strides = (layer[WIDTH] * channels, channels)
+    fill(grad_inputs[: layer[INPUTS]], ZERO)
     for window in range(layer[OUT_HEIGHT] * layer[OUT_WIDTH]):
         corner = _corner(layer, window)
         for channel in range(0, channels, LANES):
-            out, slope = input_slopes[corner + channel :], slopes[window * channels + channel :]
-            if layer[KIND] == POOL:
+            out = grad_inputs[corner + channel :]
+            gradients = grad_outputs[window * channels + channel :]
+            if layer[KIND] == MAX_POOL:
                 values = image[corner + channel :]
-                add_to_largest(out, slope, values, channels - channel, size, steps)
+                add_to_largest(out, gradients, values, channels - channel, size, strides)
             else:
-                add_to_all(out, slope, channels - channel, size, steps, share)
+                add_to_all(out, gradients, channels - channel, size, strides, inverse_size)
 
 
-@loops
+@jit
 def _corner(layer: np.ndarray, window: int) -> int:
-    """Return the place of a window's first number."""
-    row, column = window // layer[OUT_WIDTH], window % layer[OUT_WIDTH]
-    return int((row * layer[DOWN] * layer[WIDTH] + column * layer[RIGHT]) * layer[CHANNELS])
+    """Return the position of a window's first number in the image."""
+    row = window // layer[OUT_WIDTH] * layer[STRIDE_HEIGHT]
+    column = window % layer[OUT_WIDTH] * layer[STRIDE_WIDTH]
+    return int((row * layer[WIDTH] + column) * layer[CHANNELS])

@@ -1,11 +1,10 @@
-"""Machine code of `sgd`: made once per machine, kept in a file, and run without Numba.
+"""Machine code of `sgd`: compiled once per machine, stored in a file, and run without Numba.
 
 ``python -m flower_ext_kernels`` compiles the code in a separate process, and stores it in a file.
-No training waits for the code: without the file, models train in other ways. LLVM's linker, which
-llvmlite provides, loads the file. Compared with ``numba.cfunc(cache=True)`` (one run on two shared
-cores), the code is as fast, and its results are equal to the last bit. A process that trains loads
-it in 0.04 s and 49 MB instead of 0.5 to 0.9 s and 119 MB. Compiling takes half a minute once on a
-free processor (Zen 4), and up to a minute and a half on a busy one.
+No training waits for the code: without the file, models train as without the plug-in. LLVM's
+linker, which llvmlite provides, loads the file. Compared with ``numba.cfunc(cache=True)`` (one run
+on two shared cores), the code is as fast, and its results are equal to the last bit. A process that
+trains loads it in 0.04 s and 49 MB instead of 0.5 to 0.9 s and 119 MB.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from flower_ext_kernels.layer_table import SIGNATURES
 _HERE = Path(__file__).parent
 # Not imported: PyTorch, which that module needs, takes longer to load than this whole process.
 _DROPOUT = Path(flower_ext.__file__).parent / "training/models/dropout.py"
-_LONGEST = 600.0
-"""Longest time for compiling, in seconds, on a machine that is busy with other work."""
+_TIMEOUT = 600.0
+"""Seconds that compiling may take, on a machine that is busy with other work."""
 # The code allocates nothing, so functions that count references may be empty.
 _UNCOUNTED = """
 define void @NRT_incref(ptr %p) alwaysinline { ret void }
@@ -53,7 +52,7 @@ class Library:
     """
 
     def __init__(self) -> None:
-        self._engine = _loaded(_kept(_folders()))
+        self._engine = _load(_read_stored(_folders()))
         self.train = self._function("train")
         self.are_classes = self._function("are_classes")
 
@@ -62,17 +61,17 @@ class Library:
         address = self._engine.get_function_address(name)
         numbers = [ctypes.c_int64] * len(SIGNATURES[name])
         call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *numbers)(address)
-        # Nobody reads the result or the error, so both may lie in the same place.
-        nowhere = ctypes.byref(ctypes.c_int64())
+        # Nothing reads the result or the error, so both may have the same address.
+        ignored = ctypes.byref(ctypes.c_int64())
 
         def run(*arguments: int | np.ndarray) -> None:
             addresses = (a.ctypes.data if isinstance(a, np.ndarray) else a for a in arguments)
-            call(nowhere, nowhere, *addresses)
+            call(ignored, ignored, *addresses)
 
         return run
 
 
-def _loaded(code: bytes) -> Any:
+def _load(code: bytes) -> Any:
     """Load an object file and resolve everything that it calls in this process."""
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
@@ -81,21 +80,19 @@ def _loaded(code: bytes) -> Any:
 
 
 class NotCompiled(FlowerExtError, RuntimeError):
-    """The machine code was not made on this machine yet, or cannot be made or kept on it."""
+    """The machine code was not compiled on this machine yet, or cannot be compiled or stored."""
 
 
-def _kept(folders: Sequence[Path]) -> bytes:
-    """Return the complete object file from the first of ``folders`` that has one."""
+def _read_stored(folders: Sequence[Path]) -> bytes:
+    """Return the object file from the first of ``folders`` that has it complete."""
     name = _file_name()
     for folder in folders:
         if (code := read_cached(folder / name)) is not None:
             return code
-    raise NotCompiled(
-        "run `python -m flower_ext_kernels` once per machine; it takes about a minute"
-    )
+    raise NotCompiled("run `python -m flower_ext_kernels` once per machine")
 
 
-def compile_and_keep(folders: Sequence[Path] | None = None) -> Path:
+def compile_and_store(folders: Sequence[Path] | None = None) -> Path:
     """Compile the code unless a folder has it already, and return the folder that has it.
 
     Parameters
@@ -113,7 +110,7 @@ def compile_and_keep(folders: Sequence[Path] | None = None) -> Path:
     for folder in folders:
         if read_cached(folder / name) is not None:
             return folder
-    code = _compiled()
+    code = _compile()
     for folder in folders:
         with suppress(OSError):
             write_cached(folder / name, code)
@@ -146,8 +143,8 @@ def _folders() -> list[Path]:
     return folders
 
 
-def _compiled() -> bytes:
-    """Return the output of `main` in a separate process."""
+def _compile() -> bytes:
+    """Run `main` in a separate process, and return the object file that it writes."""
     roots = str(_HERE.parent), str(Path(flower_ext.__file__).parents[1])
     path = os.pathsep.join([*roots, os.environ.get("PYTHONPATH", "")])
     try:
@@ -157,7 +154,7 @@ def _compiled() -> bytes:
             env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), "NUMBA_OPT": "0"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=_LONGEST,
+            timeout=_TIMEOUT,
             check=True,
         )
     except subprocess.CalledProcessError as error:
@@ -191,24 +188,24 @@ def main() -> None:
     whole = llvm.parse_assembly(_UNCOUNTED)
     for name, arguments in SIGNATURES.items():
         compile_function = numba.cfunc(f"void({', '.join(arguments)})", error_model="numpy")
-        made: Any = compile_function(getattr(sgd, name))
-        module = llvm.parse_assembly(made.inspect_llvm())
-        # Export the function itself. Its wrapper would report errors to Python.
-        module.get_function(made.native_name).linkage = "internal"
-        module.get_function(made.native_name.removeprefix("cfunc.")).name = name
+        compiled: Any = compile_function(getattr(sgd, name))
+        module = llvm.parse_assembly(compiled.inspect_llvm())
+        # Export the function itself, because its wrapper would report errors to Python.
+        module.get_function(compiled.native_name).linkage = "internal"
+        module.get_function(compiled.native_name.removeprefix("cfunc.")).name = name
         whole.triple, whole.data_layout = module.triple, module.data_layout
         whole.link_in(module)
     machine = _machine()
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
     builder.getModulePassManager().run(whole, builder)
-    _check_alone(whole)
+    _check_runs_without_numba(whole)
     code = machine.emit_object(whole)
-    _loaded(code)  # a crash must happen in this process, not in one that trains
+    _load(code)  # a crash must happen in this process, not in one that trains
     sys.stdout.buffer.write(code)
 
 
-def _check_alone(module: Any) -> None:
-    """Refuse code that needs functions that only Numba has."""
+def _check_runs_without_numba(module: Any) -> None:
+    """Refuse code that calls functions that only Numba has."""
     needed = [f.name for f in module.functions if f.is_declaration and "." not in f.name]
     process = ctypes.CDLL(None)
     if missing := [name for name in needed if not hasattr(process, name)]:

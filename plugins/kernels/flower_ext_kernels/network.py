@@ -1,7 +1,7 @@
 """Chains of layers, each trained from its first step to its last by machine code.
 
 One thread trains all networks of dense layers. Two threads would take as long, because models would
-move between their caches. Networks with convolutions are divided among PyTorch's number of threads.
+move between their caches. As many threads as PyTorch uses share the networks with convolutions.
 
 `form_for` is the entry point of this plug-in. Where machine code cannot train a model, or was not
 compiled, it returns None, and the model trains as without the plug-in.
@@ -35,11 +35,10 @@ from flower_ext.training.task import Task
 from flower_ext.training.trials.single_rows import refusing_layer
 from flower_ext_kernels.chain import Layer, Part, recognise_chain
 from flower_ext_kernels.layer_table import (
-    ACROSS,
     ACTIVATION,
     BIAS,
     COLUMNS,
-    DROP,
+    DROPOUT,
     GROUPS,
     IMAGE_NORM,
     INPUTS,
@@ -47,6 +46,7 @@ from flower_ext_kernels.layer_table import (
     LINE,
     NORM,
     OUTPUTS,
+    PRECEDING_INPUTS,
     SETTING,
     TRAINS_BIAS,
     TRAINS_WEIGHT,
@@ -55,19 +55,21 @@ from flower_ext_kernels.layer_table import (
 
 log = getLogger("flwr")
 
-_TOGETHER = 2**22
-"""Most numbers in a group's models per thread, 16 MB. Training fills the processor's caches, and so
-does the Python code that then uses the models. With larger groups, the two alternate less often."""
+_MOST_TOGETHER = 2**22
+"""Most numbers in the models of a group, per thread: 16 MB. Training fills the processor's caches,
+and so does the Python code that uses the models. In large groups, the two alternate less often."""
 _MOST_DRAWN = 2**24
-"""Most 32-bit numbers that dropout of one training may draw, 64 MB: all are in memory at once."""
-_SMALL = 2**15
-"""Most numbers in the outputs of all layers for one example, for a network to count as small."""
+"""Most memory, in 32-bit numbers, for all draws of dropout in one training: 64 MB."""
+_MOST_OUTPUTS = 2**15
+"""Limit on the outputs of all layers for one example: up to it, this plug-in trains one network
+with convolutions as fast as PyTorch does on many threads."""
 _FEW_THREADS = 2
+"""Most threads that count as few for the limits below."""
 _MOST_ON_FEW, _MOST_ON_MANY = 2**26, 2**21
 """Limits on (numbers of a network) · (rows of a mini-batch) for training a single network.
 
 Up to the first limit, this plug-in trains a network of dense layers as fast as PyTorch on few
-threads; up to the second, as fast as PyTorch on many threads. The first limit is measured. The
+threads; up to the second, as fast as PyTorch on more threads. The first limit is measured. The
 second is computed for 4 to 16 threads, from 110 GFLOP/s in this plug-in, and from 55 GFLOP/s per
 thread and 0.12 ms per step in PyTorch.
 """
@@ -75,13 +77,13 @@ _NO_OFFSET, _NO_DRAWS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
 
 
 class CompiledNetwork:
-    """A way to train models that are a chain of layers.
+    """A form of training, by machine code, for models that are a chain of layers.
 
     One array holds all numbers of a model, and a table describes its layers.
     """
 
     batch_invariant = True
-    """True, because each model trains by itself, and no other model changes its sums' order."""
+    """True, because each model trains by itself. No other model changes the order of its sums."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers, self.parts = layers, dict[str, Part]()
@@ -92,8 +94,8 @@ class CompiledNetwork:
                 self.size += parameter.numel()
         # Every model begins on a cache line, so that two threads never write to the same one.
         self.size = math.ceil(self.size / LINE) * LINE
-        self._dropped = [layer.inputs for layer in layers if layer.kind == DROP]
-        self.images = any(layer.window is not None for layer in layers)
+        self._dropout_widths = [layer.inputs for layer in layers if layer.kind == DROPOUT]
+        self.has_images = any(layer.window is not None for layer in layers)
         """True if a layer works on images."""
 
     def takes(self, jobs: Sequence[Job]) -> list[bool]:
@@ -103,32 +105,32 @@ class CompiledNetwork:
         below the number of outputs of the last layer.
         """
         starts = {id(job.params): job.params for job in jobs}  # jobs often share their start
-        suits = {key: all(map(_is_float32_on_cpu, ps.values())) for key, ps in starts.items()}
+        suitable = {key: all(map(_is_float32_on_cpu, ps.values())) for key, ps in starts.items()}
         targets = [
             _contiguous(job.examples.targets)
-            if suits[id(job.params)] and _has_supported_types(job.examples)
+            if suitable[id(job.params)] and _has_supported_types(job.examples)
             else None
             for job in jobs
         ]
-        fits = np.empty(len(jobs), np.int64)
+        in_range = np.empty(len(jobs), np.int64)
         addresses = np.array([0 if classes is None else classes.data_ptr() for classes in targets])
         counts = np.array([0 if classes is None else classes.shape[0] for classes in targets])
-        _library().are_classes(addresses, counts, len(jobs), self.layers[-1].outputs, fits)
-        pairs = zip(targets, fits, strict=True)
-        return [classes is not None and bool(fit) for classes, fit in pairs]
+        _library().are_classes(addresses, counts, len(jobs), self.layers[-1].outputs, in_range)
+        pairs = zip(targets, in_range, strict=True)
+        return [classes is not None and bool(valid) for classes, valid in pairs]
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> list[list[int]]:
         """Return groups of indices of jobs, for `train` to train together.
 
-        A group is as large as the memory for results permits. Jobs that `takes` refuses, or that
-        need too much memory while they train, are in no group.
+        A group is as large as the memory for its models and random numbers permits. Jobs that
+        `takes` refuses, or that need too much memory while they train, are in no group.
         """
-        most, remaining = min(_TOGETHER * self._threads(), memory_limit // 16), 0
+        most, remaining = min(_MOST_TOGETHER * self._count_threads(), memory_limit // 16), 0
         groups: list[list[int]] = []
-        for index, fits in enumerate(self.takes(jobs)):
-            drawn = self._draws(jobs[index]) if fits else 0
-            large = 2 * drawn > _MOST_DRAWN or self._working(jobs[index]) > memory_limit
-            if not fits or large:
+        for index, taken in enumerate(self.takes(jobs)):
+            drawn = self._count_draws(jobs[index]) if taken else 0
+            large = 2 * drawn > _MOST_DRAWN or self._working_bytes(jobs[index]) > memory_limit
+            if not taken or large:
                 continue
             needed = self.size + 2 * drawn
             if not groups or needed > remaining:
@@ -151,45 +153,45 @@ class CompiledNetwork:
             raise InvalidValue("trained selects no parameter of the model: expected at least one")
         rows = torch.empty(len(jobs), self.size)
         starts = {id(job.params): job.params for job in jobs}  # jobs often share their start
-        begins = {key: self._joined(params, self.parts) for key, params in starts.items()}
+        initial_rows = {key: self._join(params, self.parts) for key, params in starts.items()}
         arrays: list[tuple[Tensor, ...]] = []  # keeps the arrays alive while the code runs
-        numbers, integers, counts, rates, drawn = [], [], [], [], []
+        floats, integers, counts, rates, drawn = [], [], [], [], []
         for row, job in enumerate(jobs):
             training, examples = job.training, job.examples
             count, size, steps = len(examples), training.batch_size, job.num_steps
             features, targets = _contiguous(examples.features), _contiguous(examples.targets)
-            draws = self._drawn(job)  # first, because drawing batches changes the generator
+            draws = self._draw(job)  # first, because drawing batches changes the generator
             order = _order(count, math.ceil(steps / math.ceil(count / size)), job.generator)
             pull, offset = self._terms(job, names)
             arrays.append((features, targets, order, offset, draws))
             drawn.append(draws.data_ptr())
-            weights, start = rows.data_ptr() + 4 * self.size * row, begins[id(job.params)]
-            numbers.append((weights, start.data_ptr(), features.data_ptr(), offset.data_ptr()))
+            weights, start = rows.data_ptr() + 4 * self.size * row, initial_rows[id(job.params)]
+            floats.append((weights, start.data_ptr(), features.data_ptr(), offset.data_ptr()))
             integers.append((targets.data_ptr(), order.data_ptr()))
             counts.append((count, size, steps, offset is not _NO_OFFSET))
             rates.append((training.learning_rate, training.momentum, training.sam_radius, pull))
-        columns = [np.array(part) for part in (numbers, integers, drawn, counts, rates)]
-        table, memory_sizes = self._table(names), self._sizes(max(map(_batch, jobs)))
+        columns = [np.array(column) for column in (floats, integers, drawn, counts, rates)]
+        table, memory_sizes = self._table(names), self._memory_sizes(max(map(_batch_size, jobs)))
 
-        def train_part(first: int, last: int) -> None:
+        def train_slice(begin: int, end: int) -> None:
             memory = [torch.empty(size).numpy() for size in memory_sizes]
-            given = [column[first:last] for column in columns]
-            _library().train(*given, last - first, table, len(self.layers), self.size, *memory)
+            slices = [column[begin:end] for column in columns]
+            _library().train(*slices, end - begin, table, len(self.layers), self.size, *memory)
 
-        # Each thread has its own working memory, and trains a run of neighbouring jobs.
-        parts = min(self._threads(), len(jobs))
-        ends = [len(jobs) * part // parts for part in range(parts + 1)]
-        with ThreadPoolExecutor(parts) if parts > 1 else nullcontext() as pool:
+        # Each thread has its own working memory, and trains neighbouring jobs.
+        threads = min(self._count_threads(), len(jobs))
+        ends = [len(jobs) * thread // threads for thread in range(threads + 1)]
+        with ThreadPoolExecutor(threads) if threads > 1 else nullcontext() as pool:
             run = map if pool is None else pool.map
-            list(run(train_part, ends, ends[1:]))
-        return {name: self.parts[name].parameter_of(rows) for name in names}
+            list(run(train_slice, ends, ends[1:]))
+        return {name: self.parts[name].extract(rows) for name in names}
 
-    def _joined(self, params: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
-        """Return a row with the parameters ``names`` in their places, and zeros elsewhere."""
+    def _join(self, params: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
+        """Return a network's array with the parameters ``names``, and zeros elsewhere."""
         row = torch.zeros(self.size)
         for name in names:
             part = self.parts[name]
-            row[part.slice] = part.laid_out(params[name].detach())
+            row[part.slice] = part.lay_out(params[name].detach())
         return row
 
     def _terms(self, job: Job, names: Sequence[str]) -> tuple[float, Tensor]:
@@ -200,26 +202,29 @@ class CompiledNetwork:
         if not (terms := job.objective):
             return 0.0, _NO_OFFSET
         pull, offset = 0.0, torch.zeros(self.size)
-        for slope, scale, direction in affine(terms):
-            pull += slope
-            offset.add_(self._joined(direction, names), alpha=scale)
+        for coefficient, scale, direction in affine(terms):
+            pull += coefficient
+            offset.add_(self._join(direction, names), alpha=scale)
         return pull, offset
 
-    def _draws(self, job: Job) -> int:
+    def _count_draws(self, job: Job) -> int:
         """Return how many 64-bit numbers dropout draws in a training."""
-        if not self._dropped:
+        if not self._dropout_widths:
             return 0
         size = job.training.batch_size
-        whole, rest = divmod(len(job.examples), size)
-        full, last = (
-            sum(draws_needed(rows * width) for width in self._dropped) for rows in (size, rest)
+        full_batches, rest = divmod(len(job.examples), size)
+        per_full_batch, per_last_batch = (
+            sum(draws_needed(rows * width) for width in self._dropout_widths)
+            for rows in (size, rest)
         )
-        epochs, more = divmod(job.num_steps, whole + (rest > 0))
-        return (1 + (job.training.sam_radius > 0)) * (epochs * (whole * full + last) + more * full)
+        per_epoch = full_batches * per_full_batch + per_last_batch
+        epochs, more_steps = divmod(job.num_steps, full_batches + (rest > 0))
+        forward_passes = 2 if job.training.sam_radius > 0 else 1
+        return forward_passes * (epochs * per_epoch + more_steps * per_full_batch)
 
-    def _drawn(self, job: Job) -> Tensor:
-        """Return all random numbers of dropout in a training, pass after pass."""
-        count = self._draws(job)
+    def _draw(self, job: Job) -> Tensor:
+        """Draw all random numbers of dropout in a training, pass after pass."""
+        count = self._count_draws(job)
         return draw_bits(count, draws_generator(job.generator)) if count else _NO_DRAWS
 
     def gains_alone(self, job: Job) -> bool:
@@ -228,53 +233,56 @@ class CompiledNetwork:
         PyTorch may use more threads, but a small network has little work to divide among them.
         """
         threads = torch.get_num_threads()
-        if self.images:
-            small = sum(layer.outputs for layer in self.layers) <= _SMALL
+        if self.has_images:
+            small = sum(layer.outputs for layer in self.layers) <= _MOST_OUTPUTS
             return small or threads <= _FEW_THREADS
         most = _MOST_ON_FEW if threads <= _FEW_THREADS else _MOST_ON_MANY
-        return threads == 1 or self.size * _batch(job) <= most
+        return threads == 1 or self.size * _batch_size(job) <= most
 
-    def _threads(self) -> int:
+    def _count_threads(self) -> int:
         """Return how many threads share the jobs."""
-        return torch.get_num_threads() if self.images else 1
+        return torch.get_num_threads() if self.has_images else 1
 
-    def _sizes(self, rows: int) -> list[int]:
+    def _memory_sizes(self, rows: int) -> list[int]:
         """Return the sizes of the five arrays in which one thread works.
 
-        These are the last arguments of `sgd.train`: outputs, slopes, scratch, norms, and
-        model_scratch.
+        They are the last arguments of `sgd.train`: ``outputs``, ``gradients``, ``scratch``,
+        ``norm_memory`` and ``model_scratch``.
         """
         widths = [layer.outputs for layer in self.layers]
         numbers = rows * (self.layers[0].inputs + sum(widths))
-        norms = 2 * numbers if any(layer.kind in (NORM, IMAGE_NORM) for layer in self.layers) else 0
-        scratch = max(layer.scratch for layer in self.layers)
-        return [numbers, numbers, scratch, norms, 3 * self.size]
+        has_norms = any(layer.kind in (NORM, IMAGE_NORM) for layer in self.layers)
+        scratch = max(layer.scratch_size for layer in self.layers)
+        return [numbers, numbers, scratch, 2 * numbers if has_norms else 0, 3 * self.size]
 
-    def _working(self, job: Job) -> int:
+    def _working_bytes(self, job: Job) -> int:
         """Return the bytes of all threads' working arrays; 0 for networks without images."""
-        return 4 * self._threads() * sum(self._sizes(_batch(job))) if self.images else 0
+        if not self.has_images:
+            return 0
+        return 4 * self._count_threads() * sum(self._memory_sizes(_batch_size(job)))
 
     def _table(self, trained: Sequence[str]) -> np.ndarray:
         """Return the table of layers that `sgd` reads."""
-        table, across = np.zeros((len(self.layers), COLUMNS), np.int64), 0
+        table, preceding_inputs = np.zeros((len(self.layers), COLUMNS), np.int64), 0
         for row, layer in zip(table, self.layers, strict=True):
             weight, bias = f"{layer.name}.weight", f"{layer.name}.bias"
             row[KIND], row[ACTIVATION] = layer.kind, layer.activation
-            row[INPUTS], row[OUTPUTS], row[ACROSS] = layer.inputs, layer.outputs, across
+            row[INPUTS], row[OUTPUTS] = layer.inputs, layer.outputs
+            row[PRECEDING_INPUTS] = preceding_inputs
             row[WEIGHT], row[BIAS] = self._start(weight), self._start(bias)
             row[TRAINS_WEIGHT], row[TRAINS_BIAS] = weight in trained, bias in trained
             row[GROUPS], row[SETTING] = layer.groups, layer.setting
             if layer.window is not None:
-                layer.window.describe(row)
-            across += layer.inputs
+                layer.window.write_columns(row)
+            preceding_inputs += layer.inputs
         return table
 
     def _start(self, name: str) -> int:
-        """Return where a parameter begins among all numbers; −1 if the model has none so named."""
+        """Return where a parameter begins in the network's array; −1 without such a parameter."""
         return self.parts[name].start if name in self.parts else -1
 
 
-def _batch(job: Job) -> int:
+def _batch_size(job: Job) -> int:
     """Return the number of examples in a mini-batch."""
     return min(len(job.examples), job.training.batch_size)
 
@@ -305,13 +313,13 @@ def _order(count: int, epochs: int, generator: torch.Generator) -> Tensor:
 
 
 def form_for(task: Task, job: Job) -> CompiledNetwork | None:
-    """Return the network that trains jobs like this one, or None if machine code cannot."""
+    """Return the form that trains jobs like this one, or None if machine code cannot."""
     if task.loss is not functional.cross_entropy or task.torch_device().type != "cpu":
         return None
     if not _has_supported_types(job.examples):
         return None
     features, targets = job.examples.features, job.examples.targets
-    if refusing_layer(kind_of(task, features, targets, {})) is not None:  # `local` refuses it, too
+    if refusing_layer(kind_of(task, features, targets, {})) is not None:  # as `local` does
         return None
     network = _network(task.model, features.shape[1:], sizes(job.params))
     return network if network is not None and _library() is not None else None
@@ -331,8 +339,8 @@ def _library() -> Any:
         return None
 
 
-def _hooked(model: nn.Module) -> bool:
-    """Return True if a module has hooks, which a chain of layers does not show."""
+def _has_hooks(model: nn.Module) -> bool:
+    """Return True if a module has hooks or its own way to be called, which no chain shows."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(
         "forward" in vars(module)
@@ -348,7 +356,7 @@ def _network(
 ) -> CompiledNetwork | None:
     """Return the network of a model that is a chain of known layers, else None."""
     model = build().train()
-    if _hooked(model) or not all(parameter.requires_grad for parameter in model.parameters()):
+    if _has_hooks(model) or not all(parameter.requires_grad for parameter in model.parameters()):
         return None
     layers = recognise_chain(model, shape)
     widths = [shape.numel(), *(layer.outputs for layer in layers)]
@@ -357,6 +365,6 @@ def _network(
     network = CompiledNetwork(layers)
     # Each layer with parameters is used once, and no other layer has its parameters.
     used = sum(len([*layer.module.parameters()]) for layer in layers)
-    once = used == len(network.parts) == len([*model.parameters()])
-    alike = dict(parameters) == {name: part.shape for name, part in network.parts.items()}
-    return network if alike and once else None
+    used_once = used == len(network.parts) == len([*model.parameters()])
+    expected = {name: part.shape for name, part in network.parts.items()}
+    return network if used_once and dict(parameters) == expected else None

@@ -1,4 +1,4 @@
-"""Normalisation and dropout between layers, as loops over numbers that Numba translates.
+"""Normalisation and dropout between layers, as loops over numbers that Numba compiles.
 
 Indices are unsigned, because Numba would test whether a signed index is negative.
 """
@@ -21,44 +21,44 @@ from flower_ext_kernels.layer_table import (
     TRAINS_WEIGHT,
     WEIGHT,
 )
-from flower_ext_kernels.products import ONE, ZERO, copy, fill, loops, sums
+from flower_ext_kernels.products import ONE, ZERO, copy, fill, jit, jit_any_order
 
 
-@sums
+@jit_any_order
 def normalise(
     weights: np.ndarray,
     layer: np.ndarray,
     inputs: np.ndarray,
     outputs: np.ndarray,
-    normed: np.ndarray,
+    normalised: np.ndarray,
     scales: np.ndarray,
 ) -> None:
     """Normalise rows of ``inputs`` to mean 0 and variance 1 by group, then apply weight and bias.
 
-    Write the results to ``outputs``, the values before weight and bias to ``normed``, and
+    Write the results to ``outputs``, the values before weight and bias to ``normalised``, and
     1 / √(variance + ε) of each group to ``scales``.
     """
     width, groups = np.uint64(layer[INPUTS]), np.uint64(layer[GROUPS])
     size, epsilon = width // groups, ONE / np.float32(layer[SETTING])
-    share = ONE / np.float32(size)
+    inverse_size = ONE / np.float32(size)
     for row in range(np.uint64(len(inputs)) // width):
-        values, unscaled = inputs[row * width :][:width], normed[row * width :][:width]
+        values, normalised_row = inputs[row * width :][:width], normalised[row * width :][:width]
         for group in range(groups):
             start = group * size
             # First the mean, then the variance: E[x²] − E[x]² would cancel if the mean is large.
             mean = variance = ZERO
             for i in range(size):
                 mean += values[start + i]
-            mean *= share
+            mean *= inverse_size
             for i in range(size):
                 variance += (values[start + i] - mean) * (values[start + i] - mean)
-            scale = ONE / np.float32(math.sqrt(variance * share + epsilon))
+            scale = ONE / np.float32(math.sqrt(variance * inverse_size + epsilon))
             scales[row * groups + group] = scale
             for i in range(size):
-                unscaled[start + i] = (values[start + i] - mean) * scale
+                normalised_row[start + i] = (values[start + i] - mean) * scale
         out = outputs[row * width :][:width]
         for i in range(width):
-            out[i] = unscaled[i]
+            out[i] = normalised_row[i]
         if layer[WEIGHT] >= 0:
             weight = weights[layer[WEIGHT] :][:width]
             for i in range(width):
@@ -69,204 +69,214 @@ def normalise(
                 out[i] += bias[i]
 
 
-@sums
+@jit_any_order
 def backward_norm(
     weights: np.ndarray,
     layer: np.ndarray,
-    slopes: np.ndarray,
-    input_slopes: np.ndarray,
-    normed: np.ndarray,
+    grad_outputs: np.ndarray,
+    grad_inputs: np.ndarray,
+    normalised: np.ndarray,
     scales: np.ndarray,
 ) -> None:
-    """Backpropagate ``slopes`` through `normalise`, and write the slopes of its inputs."""
+    """Backpropagate ``grad_outputs`` through `normalise`, and write ``grad_inputs``."""
     width, groups = np.uint64(layer[INPUTS]), np.uint64(layer[GROUPS])
     size = width // groups
-    share = ONE / np.float32(size)
-    for row in range(np.uint64(len(slopes)) // width):
-        slope, unscaled = slopes[row * width :][:width], normed[row * width :][:width]
-        out = input_slopes[row * width :][:width]
+    inverse_size = ONE / np.float32(size)
+    for row in range(np.uint64(len(grad_outputs)) // width):
+        grad_row = grad_outputs[row * width :][:width]
+        normalised_row = normalised[row * width :][:width]
+        out = grad_inputs[row * width :][:width]
         for i in range(width):
-            out[i] = slope[i]
+            out[i] = grad_row[i]
         if layer[WEIGHT] >= 0:
             weight = weights[layer[WEIGHT] :][:width]
             for i in range(width):
                 out[i] *= weight[i]
         for group in range(groups):
             start, scale = group * size, scales[row * groups + group]
-            # A shift or a scaling of the inputs does not change the outputs. The slopes therefore
-            # lose their mean (``level``) and their part along the normalised values (``along``).
-            level = along = ZERO
+            # A shift or a scaling of the inputs does not change the outputs. The gradient therefore
+            # loses its mean, and its projection on the normalised values.
+            mean_gradient = mean_product = ZERO
             for i in range(size):
-                level += out[start + i]
-                along += out[start + i] * unscaled[start + i]
-            level *= share
-            along *= share
+                mean_gradient += out[start + i]
+                mean_product += out[start + i] * normalised_row[start + i]
+            mean_gradient *= inverse_size
+            mean_product *= inverse_size
             for i in range(size):
-                out[start + i] = scale * (out[start + i] - level - unscaled[start + i] * along)
+                projection = normalised_row[start + i] * mean_product
+                out[start + i] = scale * (out[start + i] - mean_gradient - projection)
 
 
-@loops
+@jit
 def add_gradient_of_norm(
     layer: np.ndarray,
-    slopes: np.ndarray,
-    normed: np.ndarray,
+    grad_outputs: np.ndarray,
+    normalised: np.ndarray,
     out: np.ndarray,
     factor: np.float32,
 ) -> None:
     """Add ``factor`` times the gradient of `normalise`'s weight and bias to ``out``."""
     width = np.uint64(layer[INPUTS])
-    for row in range(np.uint64(len(slopes)) // width):
-        slope, unscaled = slopes[row * width :][:width], normed[row * width :][:width]
+    for row in range(np.uint64(len(grad_outputs)) // width):
+        grad_row = grad_outputs[row * width :][:width]
+        normalised_row = normalised[row * width :][:width]
         if layer[TRAINS_WEIGHT]:
             weight = out[layer[WEIGHT] :][:width]
             for i in range(width):
-                weight[i] += factor * slope[i] * unscaled[i]
+                weight[i] += factor * grad_row[i] * normalised_row[i]
         if layer[TRAINS_BIAS]:
             bias = out[layer[BIAS] :][:width]
             for i in range(width):
-                bias[i] += factor * slope[i]
+                bias[i] += factor * grad_row[i]
 
 
-@sums
+@jit_any_order
 def normalise_image(
     weights: np.ndarray,
     layer: np.ndarray,
     image: np.ndarray,
     outputs: np.ndarray,
-    normed: np.ndarray,
+    normalised: np.ndarray,
     scales: np.ndarray,
     scratch: np.ndarray,
 ) -> None:
-    """Normalise an image (places, channels) by groups of channels, as `normalise` does for rows.
+    """Normalise an image (pixels, channels) by groups of channels, as `normalise` does for rows.
 
     ``scales`` receives one number per channel. ``scratch`` has space for two numbers per channel.
     """
     width = np.uint64(layer[CHANNELS])
-    places, epsilon = np.uint64(len(image)) // width, ONE / np.float32(layer[SETTING])
+    pixels, epsilon = np.uint64(len(image)) // width, ONE / np.float32(layer[SETTING])
     means, squares = scratch[:width], scratch[width:][:width]
     fill(means, ZERO)
-    for place in range(places):
-        values = image[place * width :][:width]
+    for pixel in range(pixels):
+        values = image[pixel * width :][:width]
         for i in range(width):
             means[i] += values[i]
-    _mean_by_group(means, layer[GROUPS], places)
+    _mean_by_group(means, layer[GROUPS], pixels)
     fill(squares, ZERO)
-    for place in range(places):
-        values = image[place * width :][:width]
+    for pixel in range(pixels):
+        values = image[pixel * width :][:width]
         for i in range(width):
             squares[i] += (values[i] - means[i]) * (values[i] - means[i])
-    _mean_by_group(squares, layer[GROUPS], places)
+    _mean_by_group(squares, layer[GROUPS], pixels)
     for i in range(width):
         scales[i] = ONE / np.float32(math.sqrt(squares[i] + epsilon))
-    for place in range(places):
-        values, unscaled = image[place * width :][:width], normed[place * width :][:width]
+    for pixel in range(pixels):
+        values, normalised_row = image[pixel * width :][:width], normalised[pixel * width :][:width]
         for i in range(width):
-            unscaled[i] = (values[i] - means[i]) * scales[i]
-        out = outputs[place * width :][:width]
+            normalised_row[i] = (values[i] - means[i]) * scales[i]
+        out = outputs[pixel * width :][:width]
         if layer[WEIGHT] >= 0:
             weight, bias = weights[layer[WEIGHT] :][:width], weights[layer[BIAS] :][:width]
             for i in range(width):
-                out[i] = unscaled[i] * weight[i] + bias[i]
+                out[i] = normalised_row[i] * weight[i] + bias[i]
         else:
-            copy(unscaled, out)
+            copy(normalised_row, out)
 
 
-@sums
-def _mean_by_group(values: np.ndarray, groups: int, places: Any) -> None:
-    """Replace each channel's sum over places with the mean over all places of its whole group."""
+@jit_any_order
+def _mean_by_group(values: np.ndarray, groups: int, pixels: Any) -> None:
+    """Replace each channel's sum over pixels with the mean over the pixels of its whole group."""
     size = np.uint64(len(values)) // np.uint64(groups)
-    share = ONE / (np.float32(size) * np.float32(places))
+    inverse_size = ONE / (np.float32(size) * np.float32(pixels))
     for start in range(np.uint64(0), np.uint64(len(values)), size):
         total = ZERO
         for i in range(start, start + size):
             total += values[i]
         for i in range(start, start + size):
-            values[i] = total * share
+            values[i] = total * inverse_size
 
 
-@sums
+@jit_any_order
 def backward_image_norm(
     weights: np.ndarray,
     layer: np.ndarray,
-    slopes: np.ndarray,
-    input_slopes: np.ndarray,
-    normed: np.ndarray,
+    grad_outputs: np.ndarray,
+    grad_inputs: np.ndarray,
+    normalised: np.ndarray,
     scales: np.ndarray,
     scratch: np.ndarray,
 ) -> None:
-    """Backpropagate ``slopes`` through `normalise_image`, and write the image's slopes.
+    """Backpropagate ``grad_outputs`` through `normalise_image`, and write ``grad_inputs``.
 
     ``scratch`` has space for three numbers per channel.
     """
     width = np.uint64(layer[CHANNELS])
-    places = np.uint64(len(slopes)) // width
-    levels, along, weight = scratch[:width], scratch[width:][:width], scratch[2 * width :][:width]
-    # A channel's weight is constant over places, so it can multiply the sums instead.
-    _sum_over_places(slopes, normed, levels, along)
+    pixels = np.uint64(len(grad_outputs)) // width
+    mean_gradients, mean_products = scratch[:width], scratch[width:][:width]
+    weight = scratch[2 * width :][:width]
+    # A channel's weight is constant over pixels, so it can multiply the sums instead.
+    _sum_over_pixels(grad_outputs, normalised, mean_gradients, mean_products)
     fill(weight, ONE)
     if layer[WEIGHT] >= 0:
         copy(weights[layer[WEIGHT] :][:width], weight)
     for i in range(width):
-        levels[i] *= weight[i]
-        along[i] *= weight[i]
-    _mean_by_group(levels, layer[GROUPS], places)
-    _mean_by_group(along, layer[GROUPS], places)
-    for place in range(places):
-        slope, unscaled = slopes[place * width :][:width], normed[place * width :][:width]
-        below = input_slopes[place * width :][:width]
+        mean_gradients[i] *= weight[i]
+        mean_products[i] *= weight[i]
+    _mean_by_group(mean_gradients, layer[GROUPS], pixels)
+    _mean_by_group(mean_products, layer[GROUPS], pixels)
+    for pixel in range(pixels):
+        grad_row = grad_outputs[pixel * width :][:width]
+        normalised_row = normalised[pixel * width :][:width]
+        out = grad_inputs[pixel * width :][:width]
         for i in range(width):
-            below[i] = scales[i] * (slope[i] * weight[i] - levels[i] - unscaled[i] * along[i])
+            projection = normalised_row[i] * mean_products[i]
+            out[i] = scales[i] * (grad_row[i] * weight[i] - mean_gradients[i] - projection)
 
 
-@sums
+@jit_any_order
 def add_gradient_of_image_norm(
     layer: np.ndarray,
-    slopes: np.ndarray,
-    normed: np.ndarray,
+    grad_outputs: np.ndarray,
+    normalised: np.ndarray,
     out: np.ndarray,
     factor: np.float32,
     scratch: np.ndarray,
 ) -> None:
     """Add ``factor`` times the gradient of `normalise_image`'s weight and bias to ``out``."""
     width = np.uint64(layer[CHANNELS])
-    levels, along = scratch[:width], scratch[width:][:width]
-    _sum_over_places(slopes, normed, levels, along)
+    gradient_sums, product_sums = scratch[:width], scratch[width:][:width]
+    _sum_over_pixels(grad_outputs, normalised, gradient_sums, product_sums)
     if layer[TRAINS_WEIGHT]:
         weight = out[layer[WEIGHT] :][:width]
         for i in range(width):
-            weight[i] += factor * along[i]
+            weight[i] += factor * product_sums[i]
     if layer[TRAINS_BIAS]:
         bias = out[layer[BIAS] :][:width]
         for i in range(width):
-            bias[i] += factor * levels[i]
+            bias[i] += factor * gradient_sums[i]
 
 
-@sums
-def _sum_over_places(
-    slopes: np.ndarray, normed: np.ndarray, levels: np.ndarray, along: np.ndarray
+@jit_any_order
+def _sum_over_pixels(
+    grad_outputs: np.ndarray,
+    normalised: np.ndarray,
+    gradient_sums: np.ndarray,
+    product_sums: np.ndarray,
 ) -> None:
-    """Sum each channel's ``slopes`` into ``levels``, and ``slopes`` · ``normed`` into ``along``."""
-    width = np.uint64(len(levels))
-    fill(levels, ZERO)
-    fill(along, ZERO)
-    for place in range(np.uint64(len(slopes)) // width):
-        slope, unscaled = slopes[place * width :][:width], normed[place * width :][:width]
+    """Sum ``grad_outputs``, and ``grad_outputs`` · ``normalised``, over pixels, by channel."""
+    width = np.uint64(len(gradient_sums))
+    fill(gradient_sums, ZERO)
+    fill(product_sums, ZERO)
+    for pixel in range(np.uint64(len(grad_outputs)) // width):
+        grad_row = grad_outputs[pixel * width :][:width]
+        normalised_row = normalised[pixel * width :][:width]
         for i in range(width):
-            levels[i] += slope[i]
-            along[i] += slope[i] * unscaled[i]
+            gradient_sums[i] += grad_row[i]
+            product_sums[i] += grad_row[i] * normalised_row[i]
 
 
-@loops
-def drop(layer: np.ndarray, drawn: Any, values: np.ndarray, out: np.ndarray) -> None:
-    """Apply dropout: write scaled values to ``out``, and 0 for those that ``drawn`` drops."""
-    dropped = layer[SETTING]
-    scale = np.float32(LEVELS / (LEVELS - dropped))
-    least = np.float32(dropped - LEVELS // 2)  # draws are signed, from −LEVELS / 2 on
+@jit
+def dropout(layer: np.ndarray, drawn: Any, values: np.ndarray, out: np.ndarray) -> None:
+    """Write scaled values to ``out``, and 0 where the random number in ``drawn`` drops a value."""
+    levels_dropped = layer[SETTING]
+    scale = np.float32(LEVELS / (LEVELS - levels_dropped))
+    least = np.float32(levels_dropped - LEVELS // 2)  # draws are signed, from −LEVELS / 2 on
     for i in range(np.uint64(len(values))):
         out[i] = values[i] * (scale if np.float32(drawn[i]) >= least else ZERO)
 
 
-@loops
-def numbers_drawn(layer: np.ndarray, count: int) -> Any:
+@jit
+def count_layer_draws(layer: np.ndarray, count: int) -> Any:
     """Return how many numbers dropout draws for ``count`` rows."""
     return (count * layer[INPUTS] + AT_A_TIME - 1) // AT_A_TIME * AT_A_TIME

@@ -1,4 +1,4 @@
-"""The passes of a mini-batch through a chain of layers, forwards and backwards, for Numba.
+"""The forward and the backward pass of a mini-batch through a chain of layers, for Numba.
 
 The forward pass stores the outputs of all layers. A layer's outputs are in the order of examples.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from flower_ext_kernels.dense import add_gradient_of_dense, backward_dense, multiply
+from flower_ext_kernels.dense import add_gradient_of_dense, backward_dense, forward_dense
 from flower_ext_kernels.images import (
     add_gradient_of_convolution,
     backward_convolution,
@@ -18,15 +18,14 @@ from flower_ext_kernels.images import (
     convolve,
     padded_size,
     pool,
-    turn,
+    transpose,
 )
 from flower_ext_kernels.layer_table import (
-    ACROSS,
     ACTIVATION,
     CHANNELS,
     CONVOLUTION,
     DENSE,
-    DROP,
+    DROPOUT,
     FILTERS,
     IMAGE_NORM,
     INPUTS,
@@ -35,10 +34,11 @@ from flower_ext_kernels.layer_table import (
     KIND,
     NORM,
     OUTPUTS,
+    PRECEDING_INPUTS,
     SETTING,
     TRAINS_BIAS,
     TRAINS_WEIGHT,
-    TURN,
+    TRANSPOSE,
     WEIGHT,
 )
 from flower_ext_kernels.norms_and_dropout import (
@@ -46,66 +46,78 @@ from flower_ext_kernels.norms_and_dropout import (
     add_gradient_of_norm,
     backward_image_norm,
     backward_norm,
-    drop,
+    count_layer_draws,
+    dropout,
     normalise,
     normalise_image,
-    numbers_drawn,
 )
+from flower_ext_kernels.prefetch import no_prefetch
 from flower_ext_kernels.products import (
     ONE,
     ZERO,
     activate,
     backward_activation,
     exponential,
-    loops,
-    nothing,
+    jit,
 )
 
 carray: Any = numba.carray  # type: ignore[attr-defined]
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, Any]
-"""Outputs of all layers for a mini-batch, their slopes, what normalisations store for the backward
-pass (``norms``), and the address of a layer's working memory (``scratch``)."""
+"""Arrays for one mini-batch, in this order.
+
+``outputs`` has the features and the outputs of all layers. ``gradients`` has the gradient of the
+loss with respect to each of them. ``norm_memory`` has what normalisations store for the backward
+pass. ``scratch`` is the address of the working memory of one layer.
+"""
 
 
-@loops
-def drawn_by(layers: np.ndarray, count: int) -> int:
+@jit
+def count_draws(layers: np.ndarray, count: int) -> int:
     """Return the number of draws in one pass of ``count`` rows."""
     total = 0
     for layer in layers:
-        if layer[KIND] == DROP:
-            total += numbers_drawn(layer, count)
+        if layer[KIND] == DROPOUT:
+            total += count_layer_draws(layer, count)
     return total
 
 
-@loops
+@jit
 def forward(
     weights: np.ndarray,
     layers: np.ndarray,
-    most: int,
+    batch_size: int,
     arrays: Arrays,
     targets: np.ndarray,
     rows: np.ndarray,
     drawn: np.ndarray,
-    ahead: tuple[np.ndarray, np.ndarray],
+    prefetched: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    """Run the forward pass; write the gradient of the mean cross-entropy for the last outputs."""
-    outputs, slopes, norms, scratch = arrays
+    """Run the forward pass, and write the gradient of the mean cross-entropy of the last outputs.
+
+    ``rows`` has the indices of the mini-batch's examples, at most ``batch_size``. The caller has
+    written their features to the beginning of ``outputs``.
+    """
+    outputs, gradients, norm_memory, scratch = arrays
     count = len(rows)
-    above = used_draws = 0
+    output_start = used_draws = 0
     for layer in layers:
         # Where one layer writes its outputs, the next one reads its inputs. Positions are those of
         # a full mini-batch, also if this one has fewer rows.
-        below, above = most * layer[ACROSS], most * (layer[ACROSS] + layer[INPUTS])
-        inputs = outputs[below:][: count * layer[INPUTS]]
+        input_start = batch_size * layer[PRECEDING_INPUTS]
+        output_start = input_start + batch_size * layer[INPUTS]
+        inputs = outputs[input_start:][: count * layer[INPUTS]]
         if layer[KIND] == DENSE:
-            fetched = ahead if below == 0 else nothing(inputs)
-            multiply(weights, layer, outputs, below, above, count, fetched)
+            layer_prefetched = prefetched if input_start == 0 else no_prefetch(inputs)
+            forward_dense(
+                weights, layer, outputs, input_start, output_start, count, layer_prefetched
+            )
         elif layer[KIND] == NORM:
-            scales = norms[len(outputs) + above :]  # in the second half of ``norms``
-            normalise(weights, layer, inputs, outputs[above:], norms[above:], scales)
-        elif layer[KIND] == DROP:
-            drop(layer, drawn[used_draws:], inputs, outputs[above:])
-            used_draws += numbers_drawn(layer, count)
+            normalised = norm_memory[output_start:]
+            scales = norm_memory[len(outputs) + output_start :]  # in the second half
+            normalise(weights, layer, inputs, outputs[output_start:], normalised, scales)
+        elif layer[KIND] == DROPOUT:
+            dropout(layer, drawn[used_draws:], inputs, outputs[output_start:])
+            used_draws += count_layer_draws(layer, count)
         elif layer[KIND] == IMAGE_NORM:
             for row in range(count):
                 start, size = row * layer[INPUTS], layer[INPUTS]
@@ -113,23 +125,23 @@ def forward(
                     weights,
                     layer,
                     inputs[start:][:size],
-                    outputs[above + start :],
-                    norms[above + start :],
-                    norms[len(outputs) + above + start :],
+                    outputs[output_start + start :],
+                    norm_memory[output_start + start :],
+                    norm_memory[len(outputs) + output_start + start :],
                     carray(scratch, 2 * layer[CHANNELS]),
                 )
         else:
-            _forward_images(weights, layer, count, inputs, outputs[above:], scratch)
-        activate(outputs[above:][: count * layer[OUTPUTS]], layer[ACTIVATION])
-    classes = layers[-1, OUTPUTS]
-    _slopes_of_loss(outputs[above:][: count * classes], slopes[above:], targets, rows)
+            _forward_images(weights, layer, count, inputs, outputs[output_start:], scratch)
+        activate(outputs[output_start:][: count * layer[OUTPUTS]], layer[ACTIVATION])
+    logits = outputs[output_start:][: count * layers[-1, OUTPUTS]]
+    _write_loss_gradient(logits, gradients[output_start:], targets, rows)
 
 
-@loops
-def _slopes_of_loss(
-    logits: np.ndarray, slopes: np.ndarray, targets: np.ndarray, rows: np.ndarray
+@jit
+def _write_loss_gradient(
+    logits: np.ndarray, grad_outputs: np.ndarray, targets: np.ndarray, rows: np.ndarray
 ) -> None:
-    """Write to ``slopes`` the gradient of the mean cross-entropy with respect to ``logits``."""
+    """Write the gradient of the mean cross-entropy with respect to ``logits``."""
     count = len(rows)
     classes = len(logits) // count
     for start in range(0, len(logits), classes):
@@ -138,20 +150,20 @@ def _slopes_of_loss(
         for label in range(start + 1, start + classes):
             largest = max(largest, logits[label])
         for label in range(start, start + classes):
-            slopes[label] = logits[label] - largest
-    exponential(slopes[: len(logits)])
-    for place, row in enumerate(rows):
-        slope = slopes[place * classes :][:classes]
+            grad_outputs[label] = logits[label] - largest
+    exponential(grad_outputs[: len(logits)])
+    for number, row in enumerate(rows):
+        grad_row = grad_outputs[number * classes :][:classes]
         total = ZERO
         for label in range(classes):
-            total += slope[label]
-        portion = ONE / (total * np.float32(count))
+            total += grad_row[label]
+        scale = ONE / (total * np.float32(count))
         for label in range(classes):
-            slope[label] *= portion
-        slope[targets[row]] -= ONE / np.float32(count)
+            grad_row[label] *= scale
+        grad_row[targets[row]] -= ONE / np.float32(count)
 
 
-@loops
+@jit
 def _forward_images(
     weights: np.ndarray,
     layer: np.ndarray,
@@ -160,131 +172,137 @@ def _forward_images(
     outputs: np.ndarray,
     scratch: Any,
 ) -> None:
-    """Write the outputs of a convolution, a pooling or a turn."""
-    if layer[KIND] == CONVOLUTION:
-        border = carray(scratch, padded_size(layer))
-        for row in range(count):
-            image = inputs[row * layer[INPUTS] :][: layer[INPUTS]]
-            convolve(weights, layer, image, outputs[row * layer[OUTPUTS] :], border)
-    else:
-        for row in range(count):
-            image, out = inputs[row * layer[INPUTS] :], outputs[row * layer[OUTPUTS] :]
-            if layer[KIND] == TURN:
-                turn(image[: layer[INPUTS]], layer[SETTING], out)
-            else:
-                pool(layer, image, out)
+    """Write the outputs of a convolution, a pooling or a transposition."""
+    padded = carray(scratch, padded_size(layer))
+    for row in range(count):
+        image = inputs[row * layer[INPUTS] :][: layer[INPUTS]]
+        out = outputs[row * layer[OUTPUTS] :]
+        if layer[KIND] == CONVOLUTION:
+            convolve(weights, layer, image, out, padded)
+        elif layer[KIND] == TRANSPOSE:
+            transpose(image, layer[SETTING], out)
+        else:
+            pool(layer, image, out)
 
 
-@loops
+@jit
 def backward(
     weights: np.ndarray,
     layers: np.ndarray,
-    most: int,
+    batch_size: int,
     arrays: Arrays,
     count: int,
     drawn: np.ndarray,
     out: np.ndarray,
     factor: np.float32,
-    ahead: tuple[np.ndarray, np.ndarray],
+    prefetched: tuple[np.ndarray, np.ndarray],
 ) -> None:
     """Run the backward pass: add ``factor`` · gradient to ``out``, which may be ``weights``."""
-    outputs, slopes, norms, scratch = arrays
-    # Layers below the lowest trained one need no slopes. Draws are used from the last one back.
-    lowest, used_draws = 0, len(drawn)
-    while not (layers[lowest, TRAINS_WEIGHT] or layers[lowest, TRAINS_BIAS]):
-        lowest += 1
-    for number in range(len(layers) - 1, lowest - 1, -1):
+    outputs, gradients, norm_memory, scratch = arrays
+    # Layers before the first trained one need no gradients. The pass uses the draws backwards.
+    first, used_draws = 0, len(drawn)
+    while not (layers[first, TRAINS_WEIGHT] or layers[first, TRAINS_BIAS]):
+        first += 1
+    for number in range(len(layers) - 1, first - 1, -1):
         layer = layers[number]
-        width, height = layer[INPUTS], layer[OUTPUTS]
-        below, above = most * layer[ACROSS], most * (layer[ACROSS] + width)
-        upper, input_slopes = slopes[above:][: count * height], slopes[below:]
-        backward_activation(upper, outputs[above:][: count * height], layer[ACTIVATION])
-        if layer[KIND] == DROP:
-            used_draws -= numbers_drawn(layer, count)
-            drop(layer, drawn[used_draws:], upper, input_slopes)
+        input_size, output_size = layer[INPUTS], layer[OUTPUTS]
+        input_start = batch_size * layer[PRECEDING_INPUTS]
+        output_start = input_start + batch_size * input_size
+        grad_outputs = gradients[output_start:][: count * output_size]
+        grad_inputs = gradients[input_start:]
+        backward_activation(
+            grad_outputs, outputs[output_start:][: count * output_size], layer[ACTIVATION]
+        )
+        if layer[KIND] == DROPOUT:
+            used_draws -= count_layer_draws(layer, count)
+            dropout(layer, drawn[used_draws:], grad_outputs, grad_inputs)
         elif layer[KIND] == NORM:
-            unscaled, scales = norms[above:], norms[len(outputs) + above :]
-            if number > lowest:
-                backward_norm(weights, layer, upper, input_slopes, unscaled, scales)
-            add_gradient_of_norm(layer, upper, unscaled, out, factor)
+            normalised = norm_memory[output_start:]
+            scales = norm_memory[len(outputs) + output_start :]
+            if number > first:
+                backward_norm(weights, layer, grad_outputs, grad_inputs, normalised, scales)
+            add_gradient_of_norm(layer, grad_outputs, normalised, out, factor)
         elif layer[KIND] == IMAGE_NORM:
             channel_scratch = carray(scratch, 3 * layer[CHANNELS])
-            # All slopes first: ``out`` may be the weights, which the slopes depend on.
-            for row in range(count if number > lowest else 0):
-                place = above + row * height
-                unscaled, scales = norms[place:], norms[len(outputs) + place :]
-                slope = upper[row * height :][:height]
+            # First all gradients of inputs: they depend on the weights, which ``out`` may be.
+            for row in range(count if number > first else 0):
+                start = output_start + row * output_size
                 backward_image_norm(
                     weights,
                     layer,
-                    slope,
-                    input_slopes[row * width :],
-                    unscaled,
-                    scales,
+                    grad_outputs[row * output_size :][:output_size],
+                    grad_inputs[row * input_size :],
+                    norm_memory[start:],
+                    norm_memory[len(outputs) + start :],
                     channel_scratch,
                 )
             for row in range(count):
-                slope, unscaled = upper[row * height :][:height], norms[above + row * height :]
-                add_gradient_of_image_norm(layer, slope, unscaled, out, factor, channel_scratch)
+                grad_image = grad_outputs[row * output_size :][:output_size]
+                normalised = norm_memory[output_start + row * output_size :]
+                add_gradient_of_image_norm(
+                    layer, grad_image, normalised, out, factor, channel_scratch
+                )
         elif layer[KIND] == DENSE:
-            if number > lowest:  # before its weights change
-                backward_dense(weights, layer, count, upper, input_slopes)
-            fetched = ahead if below == 0 else nothing(upper)
-            add_gradient_of_dense(layer, count, outputs[below:], upper, out, factor, fetched)
+            if number > first:  # before its weights change
+                backward_dense(weights, layer, count, grad_outputs, grad_inputs)
+            layer_prefetched = prefetched if input_start == 0 else no_prefetch(grad_outputs)
+            add_gradient_of_dense(
+                layer, count, outputs[input_start:], grad_outputs, out, factor, layer_prefetched
+            )
         else:
-            if layer[KIND] == CONVOLUTION and number > lowest:  # before its weights change
-                _backward_convolutions(weights, layer, count, upper, input_slopes, scratch)
+            if layer[KIND] == CONVOLUTION and number > first:  # before its weights change
+                _backward_convolutions(weights, layer, count, grad_outputs, grad_inputs, scratch)
             _backward_images(
-                layer, count, outputs[below:], upper, input_slopes, out, factor, scratch
+                layer, count, outputs[input_start:], grad_outputs, grad_inputs, out, factor, scratch
             )
 
 
-@loops
+@jit
 def _backward_images(
     layer: np.ndarray,
     count: int,
     inputs: np.ndarray,
-    slopes: np.ndarray,
-    input_slopes: np.ndarray,
+    grad_outputs: np.ndarray,
+    grad_inputs: np.ndarray,
     out: np.ndarray,
     factor: np.float32,
     scratch: Any,
 ) -> None:
-    """Add a convolution's gradient to ``out``, or backpropagate through a pooling or a turn."""
-    width, height = layer[INPUTS], layer[OUTPUTS]
-    if layer[KIND] == CONVOLUTION:
-        border = carray(scratch, padded_size(layer))
-        for row in range(count):
-            image, slope = inputs[row * width :][:width], slopes[row * height :][:height]
-            add_gradient_of_convolution(layer, image, slope, out, factor, border)
-    else:
-        for row in range(count):
-            image, slope = inputs[row * width :][:width], slopes[row * height :][:height]
-            if layer[KIND] == TURN:
-                turn(slope, width // layer[SETTING], input_slopes[row * width :])
-            else:
-                backward_pool(layer, image, slope, input_slopes[row * width :])
+    """Add a convolution's gradient to ``out``, or backpropagate a pooling or a transposition."""
+    input_size, output_size = layer[INPUTS], layer[OUTPUTS]
+    padded = carray(scratch, padded_size(layer))
+    for row in range(count):
+        image = inputs[row * input_size :][:input_size]
+        grad_image = grad_outputs[row * output_size :][:output_size]
+        if layer[KIND] == CONVOLUTION:
+            add_gradient_of_convolution(layer, image, grad_image, out, factor, padded)
+        elif layer[KIND] == TRANSPOSE:
+            rows = input_size // layer[SETTING]
+            transpose(grad_image, rows, grad_inputs[row * input_size :])
+        else:
+            backward_pool(layer, image, grad_image, grad_inputs[row * input_size :])
 
 
-@loops
+@jit
 def _backward_convolutions(
     weights: np.ndarray,
     layer: np.ndarray,
     count: int,
-    slopes: np.ndarray,
-    input_slopes: np.ndarray,
+    grad_outputs: np.ndarray,
+    grad_inputs: np.ndarray,
     scratch: Any,
 ) -> None:
-    width, height, filters, size = layer[INPUTS], layer[OUTPUTS], layer[FILTERS], weight_size(layer)
-    turned = carray(scratch, size)
-    border = carray(scratch, size + padded_size(layer))[size:]
-    turn(weights[layer[WEIGHT] :][:size], size // filters, turned)
+    """Backpropagate ``grad_outputs`` through a convolution, and write ``grad_inputs``."""
+    input_size, output_size, size = layer[INPUTS], layer[OUTPUTS], weight_size(layer)
+    transposed = carray(scratch, size)
+    padded = carray(scratch, size + padded_size(layer))[size:]
+    transpose(weights[layer[WEIGHT] :][:size], size // layer[FILTERS], transposed)
     for row in range(count):
-        slope = slopes[row * height :][:height]
-        backward_convolution(turned, layer, slope, input_slopes[row * width :], border)
+        grad_image = grad_outputs[row * output_size :][:output_size]
+        backward_convolution(transposed, layer, grad_image, grad_inputs[row * input_size :], padded)
 
 
-@loops
+@jit
 def weight_size(layer: np.ndarray) -> int:
     """Return how many numbers a layer's weight has."""
     if layer[KIND] == DENSE:
@@ -295,7 +313,7 @@ def weight_size(layer: np.ndarray) -> int:
     return bias_size(layer)
 
 
-@loops
+@jit
 def bias_size(layer: np.ndarray) -> int:
     """Return how many numbers a layer's bias has."""
     return int(layer[FILTERS] if layer[FILTERS] > 0 else layer[OUTPUTS])

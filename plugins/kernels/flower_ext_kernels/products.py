@@ -1,4 +1,4 @@
-"""Products, exponentials and activations, as loops over numbers that Numba translates."""
+"""Products of matrices, exponentials and activations, as loops over numbers that Numba compiles."""
 
 from __future__ import annotations
 
@@ -6,26 +6,20 @@ import math
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import extending, njit, types
+from numba import njit
 
-from flower_ext_kernels.layer_table import (
-    LINE,
-    RELU,
-    SIGMOID,
-    TANH,
-)
+from flower_ext_kernels.layer_table import RELU, SIGMOID, TANH
 from flower_ext_kernels.tiles import LANES, TILE_HEIGHT, TILE_WIDTH, multiply_tile
 
 ONE, ZERO = np.float32(1), np.float32(0)
-STAY: Any = np.int64(0)
-NEXT: Any = np.int64(1)
-"""0 and 1 with a type, because Numba would compile `add_product` again for each literal."""
+INT_ZERO: Any = np.int64(0)
+INT_ONE: Any = np.int64(1)
+"""0 and 1 with a type. For each literal, Numba would compile `add_product` again."""
 
-# With NumPy's rules a division by zero gives infinity or NaN, and no code has to raise an error.
-loops = njit(error_model="numpy")
+# With NumPy's rules, a division by zero gives infinity or NaN, and no code has to raise an error.
+jit = njit(error_model="numpy")
 # Allows sums in any order, as vector registers need; NaN and infinity keep their meaning.
-sums = njit(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+jit_any_order = njit(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 
 _HALF = np.float32(0.5)
 _LEAST = np.float32(-87)  # below about −87.3, e^x is smaller than the smallest normal number
@@ -35,77 +29,34 @@ _LN2_LOW = np.float32(math.log(2) - 0.693359375)
 _C2, _C3, _C4, _C5, _C6, _C7 = (np.float32(1 / math.factorial(n)) for n in range(2, 8))
 
 
-@extending.intrinsic
-def _fetch_line(context: Any, values: Any, place: Any) -> Any:
-    """Fetch the cache line of one number, as `fetch` does."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        where = builder.gep(array.data, [arguments[1]])
-        number = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [where.type, number, number, number])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [where.type], kind)
-        # Data, to be read, into L2.
-        builder.call(function, [where, number(0), number(2), number(1)])
-        return context.get_dummy_value()
-
-    return types.void(values, types.intp), generate
-
-
-@loops
-def fetch(values: np.ndarray, begin: int, size: int) -> None:
-    """Let the processor fetch ``size`` values from ``begin`` into its caches; do not wait."""
-    for place in range(begin, min(begin + size, len(values)), LINE):
-        _fetch_line(values, place)  # type: ignore[call-arg]  # the context comes from Numba
-
-
-@loops
-def lines(values: np.ndarray, parts: int) -> int:
-    """Return the length of each of ``parts`` parts of ``values``, a multiple of `LINE`."""
-    # Parts may be a line too long, because `fetch` stops at the end of the values.
-    return int(len(values) // (LINE * parts) + 1) * LINE
-
-
-@loops
-def nothing(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return two empty arrays, for a pass in which the processor fetches nothing ahead."""
-    return values[:0], values[:0]
-
-
-@loops
-def portion(values: np.ndarray, number: int, of: int) -> np.ndarray:
-    """Return part ``number`` of ``values`` when divided into ``of`` parts of about equal length."""
-    size = len(values) // of + 1
-    return values[number * size :][:size]
-
-
-@loops
+@jit
 def copy(values: np.ndarray, out: np.ndarray) -> None:
     """Write ``values`` to the beginning of ``out``."""
     for i in range(len(values)):  # several times as fast as an assignment
         out[i] = values[i]
 
 
-@loops
+@jit
 def fill(out: np.ndarray, value: np.float32) -> None:
     """Set every number of ``out`` to ``value``."""
     for i in range(len(out)):
         out[i] = value
 
 
-@loops
+@jit
 def add_product(
     out: np.ndarray,
     left: np.ndarray,
     right: np.ndarray,
     shape: tuple[int, int, int, int],
-    steps: tuple[int, int, int, int, int, int],
+    strides: tuple[int, int, int, int, int, int],
     factor: np.float32,
 ) -> None:
     """Add a product to ``out`` as `multiply_tile` does, for any number of rows and columns."""
     rows, columns, inner, outer = shape
-    out_row, left_row = steps[0], steps[1]
-    height, width = share(rows, TILE_HEIGHT), LANES * share(-(-columns // LANES), TILE_WIDTH)
+    out_row, left_row = strides[0], strides[1]
+    height = even_part_size(rows, TILE_HEIGHT)
+    width = LANES * even_part_size(-(-columns // LANES), TILE_WIDTH)
     for column in range(0, columns, width):
         for row in range(0, rows, height):
             multiply_tile(
@@ -113,13 +64,13 @@ def add_product(
                 left[row * left_row :],
                 right[column:],
                 (min(height, rows - row), min(width, columns - column), inner, outer),
-                steps,
+                strides,
                 factor,
             )
 
 
-@loops
-def share(count: int, most: int) -> int:
+@jit
+def even_part_size(count: int, most: int) -> int:
     """Return the size of parts when ``count`` is divided evenly into parts of at most ``most``."""
     # Seven rows make tiles of four and three rows. A tile with a single row would load as many
     # vectors of the other matrix as a full one.
@@ -127,7 +78,7 @@ def share(count: int, most: int) -> int:
     return -(-count // parts)
 
 
-@loops
+@jit
 def exponential(values: np.ndarray) -> None:
     """Apply e^x in place for x ≤ 0, within one unit in the last place. x < −87 counts as −87.
 
@@ -144,7 +95,7 @@ def exponential(values: np.ndarray) -> None:
         bits[i] += np.int32(n) << np.int32(23)  # adds n to the exponent
 
 
-@loops
+@jit
 def activate(values: np.ndarray, kind: int) -> None:
     """Apply the activation of a layer, in place."""
     if kind == RELU:
@@ -158,15 +109,15 @@ def activate(values: np.ndarray, kind: int) -> None:
             values[i] = ONE / (ONE + math.exp(-values[i]))
 
 
-@loops
-def backward_activation(slopes: np.ndarray, outputs: np.ndarray, kind: int) -> None:
-    """Backpropagate ``slopes`` in place through an activation, from its outputs to its inputs."""
+@jit
+def backward_activation(grad_outputs: np.ndarray, outputs: np.ndarray, kind: int) -> None:
+    """Turn the gradient of an activation's outputs into that of its inputs, in place."""
     if kind == RELU:
-        for i in range(len(slopes)):
-            slopes[i] = ZERO if outputs[i] <= 0 else slopes[i]
+        for i in range(len(grad_outputs)):
+            grad_outputs[i] = ZERO if outputs[i] <= 0 else grad_outputs[i]
     elif kind == TANH:
-        for i in range(len(slopes)):
-            slopes[i] *= ONE - outputs[i] * outputs[i]
+        for i in range(len(grad_outputs)):
+            grad_outputs[i] *= ONE - outputs[i] * outputs[i]
     elif kind == SIGMOID:
-        for i in range(len(slopes)):
-            slopes[i] *= outputs[i] * (ONE - outputs[i])
+        for i in range(len(grad_outputs)):
+            grad_outputs[i] *= outputs[i] * (ONE - outputs[i])

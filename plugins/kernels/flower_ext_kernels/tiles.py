@@ -1,4 +1,4 @@
-"""Products of small matrices, and maxima, in the processor's vector registers.
+"""Products of small matrices, and pooling, in the processor's vector registers.
 
 Numba's own loops keep no block of a product in registers, but the functions of this module do. They
 consist of operations of LLVM, which turns them into machine code. The last columns of a matrix may
@@ -18,18 +18,18 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-_MANY = llvm.get_host_cpu_features().get("avx512f", False)
-LANES = 16 if _MANY else 8
+_HAS_AVX512 = llvm.get_host_cpu_features().get("avx512f", False)
+LANES = 16 if _HAS_AVX512 else 8
 """Numbers in a vector of this processor."""
 # A tile needs a register for each sum, for each vector of one matrix, and for one vector of the
 # other: 25 + 5 + 1 of the 32 registers of AVX-512, or 12 + 2 + 1 of the 16 of AVX2.
-TILE_HEIGHT, TILE_WIDTH = (5, 5) if _MANY else (6, 2)
+TILE_HEIGHT, TILE_WIDTH = (5, 5) if _HAS_AVX512 else (6, 2)
 """Most rows of a tile, and most vectors in a row (columns for `dot_tile`); all of a tile's sums fit
 the registers."""
 
-_REAL, _WHOLE, _NARROW = ir.FloatType(), ir.IntType(64), ir.IntType(32)
-_VECTOR, _MASK = ir.VectorType(_REAL, LANES), ir.VectorType(ir.IntType(1), LANES)
-_NOTHING = ir.Constant(_VECTOR, None)
+_FLOAT32, _INT64, _INT32 = ir.FloatType(), ir.IntType(64), ir.IntType(32)
+_VECTOR = ir.VectorType(_FLOAT32, LANES)
+_ZEROS = ir.Constant(_VECTOR, None)
 
 
 class _Vectors:
@@ -41,98 +41,106 @@ class _Vectors:
     def _call(self, name: str, result: Any, arguments: Sequence[Any]) -> Any:
         kind = ir.FunctionType(result, [argument.type for argument in arguments])
         module = self.builder.module
-        made = cgutils.get_or_insert_function(module, kind, name)  # type: ignore[no-untyped-call]
-        return self.builder.call(made, arguments)
+        function = cgutils.get_or_insert_function(module, kind, name)  # type: ignore[no-untyped-call]
+        return self.builder.call(function, arguments)
 
-    def every(self, value: Any) -> Any:
-        """Return a vector of equal numbers."""
+    def broadcast(self, value: Any) -> Any:
+        """Return a vector with ``value`` in all lanes."""
         empty = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
-        first = self.builder.insert_element(empty, value, _NARROW(0))
-        zeros = ir.Constant(ir.VectorType(_NARROW, LANES), [0] * LANES)
+        first = self.builder.insert_element(empty, value, _INT32(0))
+        zeros = ir.Constant(ir.VectorType(_INT32, LANES), [0] * LANES)
         return self.builder.shuffle_vector(first, empty, zeros)
 
     def mask(self, columns: Any, number: int) -> Any:
         """Return a mask for vector ``number`` of a row: True in the first ``columns`` columns."""
-        steps = ir.Constant(
-            ir.VectorType(_WHOLE, LANES), [number * LANES + i for i in range(LANES)]
-        )
-        return self.builder.icmp_signed("<", steps, self.every(columns))
+        indices = [number * LANES + lane for lane in range(LANES)]
+        lanes = ir.Constant(ir.VectorType(_INT64, LANES), indices)
+        return self.builder.icmp_signed("<", lanes, self.broadcast(columns))
 
-    def place(self, start: Any, *steps: Any) -> Any:
-        """Return the address of the number that lies ``steps`` places after ``start``."""
-        for step in steps:
-            start = self.builder.gep(start, [_WHOLE(step) if isinstance(step, int) else step])
-        return start
+    def address(self, start: Any, distance: Any) -> Any:
+        """Return the address of the number that lies ``distance`` numbers after ``start``."""
+        return self.builder.gep(start, [_int64(distance)])
 
-    def load(self, place: Any, mask: Any | None) -> Any:
+    def load(self, address: Any, mask: Any | None) -> Any:
         """Load a vector: zero where ``mask`` is false."""
-        place = self.builder.bitcast(place, _VECTOR.as_pointer())
+        address = self.builder.bitcast(address, _VECTOR.as_pointer())
         if mask is None:
-            return self.builder.load(place, align=4)
+            return self.builder.load(address, align=4)
         name = f"llvm.masked.load.v{LANES}f32.p0"
-        return self._call(name, _VECTOR, [place, _NARROW(4), mask, _NOTHING])
+        return self._call(name, _VECTOR, [address, _INT32(4), mask, _ZEROS])
 
-    def store(self, value: Any, place: Any, mask: Any | None) -> None:
+    def store(self, vector: Any, address: Any, mask: Any | None) -> None:
         """Store the numbers of a vector for which ``mask`` is true.
 
         Loading them again soon is slow, because processors do not forward a masked store to a load.
         """
-        place = self.builder.bitcast(place, _VECTOR.as_pointer())
+        address = self.builder.bitcast(address, _VECTOR.as_pointer())
         if mask is None:
-            self.builder.store(value, place, align=4)
+            self.builder.store(vector, address, align=4)
             return
         name = f"llvm.masked.store.v{LANES}f32.p0"
-        self._call(name, ir.VoidType(), [value, place, _NARROW(4), mask])
+        self._call(name, ir.VoidType(), [vector, address, _INT32(4), mask])
 
-    def fused(self, a: Any, b: Any, c: Any) -> Any:
+    def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
         """Return a · b + c, rounded once."""
         return self._call(f"llvm.fma.v{LANES}f32", _VECTOR, [a, b, c])
 
-    def total(self, vector: Any) -> Any:
+    def reduce_sum(self, vector: Any) -> Any:
         """Return the sum of a vector's numbers, in any order."""
-        kind = ir.FunctionType(_REAL, [_REAL, _VECTOR])
+        kind = ir.FunctionType(_FLOAT32, [_FLOAT32, _VECTOR])
         name = f"llvm.vector.reduce.fadd.v{LANES}f32"
-        made = cgutils.get_or_insert_function(self.builder.module, kind, name)  # type: ignore[no-untyped-call]
-        return self.builder.call(made, [_REAL(0), vector], fastmath=("reassoc",))
+        module = self.builder.module
+        function = cgutils.get_or_insert_function(module, kind, name)  # type: ignore[no-untyped-call]
+        return self.builder.call(function, [_FLOAT32(0), vector], fastmath=("reassoc",))
 
-    def product(self, x: Any, y: Any) -> Any:
-        return self.builder.mul(_WHOLE(x) if isinstance(x, int) else x, y)
+    def multiply(self, x: Any, y: Any) -> Any:
+        """Return the product of two integers."""
+        return self.builder.mul(_int64(x), y)
 
-    def variable(self) -> Any:
+    def new_variable(self) -> Any:
         """Return the address of a new vector variable, which begins as zero."""
         # LLVM keeps the variable in a register, although the code names an address in memory.
-        made = cgutils.alloca_once(self.builder, _VECTOR)  # type: ignore[no-untyped-call]
-        self.builder.store(_NOTHING, made)
-        return made
+        variable = cgutils.alloca_once(self.builder, _VECTOR)  # type: ignore[no-untyped-call]
+        self.builder.store(_ZEROS, variable)
+        return variable
 
     @contextmanager
     def loop(self, count: Any) -> Iterator[Any]:
         """Repeat the block ``count`` times; yield the number of the repetition."""
-        with cgutils.for_range(self.builder, count) as turn:
-            yield turn.index
+        with cgutils.for_range(self.builder, count) as repetition:
+            yield repetition.index
 
     @contextmanager
-    def cells(self, shape: Any, steps: Any) -> Iterator[Any]:
+    def cells(self, shape: Any, strides: Any) -> Iterator[Any]:
         """Repeat the block for every cell of a window; yield its distance from the first cell.
 
-        ``shape`` is (height, width); ``steps`` is (down, right).
+        ``shape`` is (height, width); ``strides`` is (row stride, column stride).
         """
         with self.loop(shape[0]) as row, self.loop(shape[1]) as column:
-            yield self.builder.add(self.product(row, steps[0]), self.product(column, steps[1]))
+            yield self.builder.add(
+                self.multiply(row, strides[0]), self.multiply(column, strides[1])
+            )
 
 
-def _start(context: Any, builder: Any, kind: Any, array: Any) -> Any:
+def _int64(number: Any) -> Any:
+    """Return a Python int as a constant, and a number of the code as it is."""
+    return _INT64(number) if isinstance(number, int) else number
+
+
+def _data_address(context: Any, builder: Any, kind: Any, array: Any) -> Any:
     return context.make_array(kind)(context, builder, array).data
 
 
-def _multiplied(
-    typing_context: Any, out: Any, left: Any, right: Any, shape: Any, steps: Any, factor: Any
+def _define_multiply_tile(
+    typing_context: Any, out: Any, left: Any, right: Any, shape: Any, strides: Any, factor: Any
 ) -> Any:
-    """Add a tile of a product to ``out``; see `multiply_tile`."""
+    """Return the signature of `multiply_tile`, and the function that writes its code."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        starts = [_start(context, builder, signature.args[i], arguments[i]) for i in range(3)]
-        shape, steps = (
+        starts = [
+            _data_address(context, builder, signature.args[i], arguments[i]) for i in range(3)
+        ]
+        shape, strides = (
             cgutils.unpack_tuple(builder, arguments[i], len(signature.args[i]))  # type: ignore[no-untyped-call]
             for i in (3, 4)
         )
@@ -140,256 +148,266 @@ def _multiplied(
         rows, columns, inner, outer = shape
         # Registers have no index, so there is separate code for each number of rows and vectors. A
         # row of whole vectors has code without a mask, for the reason in `_Vectors.store`.
-        last = builder.sub(columns, _WHOLE(1))
-        needed = builder.sdiv(last, _WHOLE(LANES))
-        full = builder.icmp_signed("==", builder.srem(columns, _WHOLE(LANES)), _WHOLE(0))
-        choice = builder.add(builder.mul(needed, _WHOLE(2)), builder.zext(full, _WHOLE))
-        choice = builder.add(rows, builder.mul(choice, _WHOLE(TILE_HEIGHT)))
+        before_last = builder.sdiv(builder.sub(columns, _INT64(1)), _INT64(LANES))
+        full = builder.icmp_signed("==", builder.srem(columns, _INT64(LANES)), _INT64(0))
+        choice = builder.add(builder.mul(before_last, _INT64(2)), builder.zext(full, _INT64))
+        choice = builder.add(rows, builder.mul(choice, _INT64(TILE_HEIGHT)))
         end = builder.append_basic_block()
         switch = builder.switch(choice, end)
-        for across in range(TILE_WIDTH):
+        for whole in range(TILE_WIDTH):  # vectors before the last one
             for masked in (True, False):
                 for height in range(1, TILE_HEIGHT + 1):
                     tile = builder.append_basic_block()
-                    switch.add_case(
-                        _WHOLE(height + TILE_HEIGHT * (2 * across + (not masked))), tile
-                    )
+                    case = height + TILE_HEIGHT * (2 * whole + (not masked))
+                    switch.add_case(_INT64(case), tile)
                     builder.position_at_end(tile)
-                    masks = [None] * across + [vectors.mask(columns, across) if masked else None]
-                    _tile(vectors, height, masks, inner, outer, starts, steps, arguments[5])
+                    masks = [None] * whole + [vectors.mask(columns, whole) if masked else None]
+                    _write_tile(vectors, height, masks, inner, outer, starts, strides, arguments[5])
                     builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
 
-    return types.void(out, left, right, shape, steps, types.float32), generate
+    return types.void(out, left, right, shape, strides, types.float32), generate
 
 
-def _tile(
+def _write_tile(
     vectors: _Vectors,
     height: int,
     masks: Sequence[Any],
     inner: Any,
     outer: Any,
     starts: Sequence[Any],
-    steps: Sequence[Any],
+    strides: Sequence[Any],
     factor: Any,
 ) -> None:
     """Write the code for a tile of ``height`` rows, with a vector for each mask."""
     builder = vectors.builder
     out, left, right = starts
-    out_row, left_row, left_inner, left_outer, right_inner, right_outer = steps
-    sums = [[vectors.variable() for _ in masks] for _ in range(height)]
-    with vectors.loop(outer) as turn:
-        lefts = vectors.place(left, vectors.product(turn, left_outer))
-        rights = vectors.place(right, vectors.product(turn, right_outer))
-        with vectors.loop(inner) as step:
-            left_step = vectors.place(lefts, vectors.product(step, left_inner))
-            right_step = vectors.place(rights, vectors.product(step, right_inner))
+    out_row, left_row, left_inner, left_outer, right_inner, right_outer = strides
+    sums = [[vectors.new_variable() for _ in masks] for _ in range(height)]
+    with vectors.loop(outer) as repetition:
+        left_begin = vectors.address(left, vectors.multiply(repetition, left_outer))
+        right_begin = vectors.address(right, vectors.multiply(repetition, right_outer))
+        with vectors.loop(inner) as position:
+            left_column = vectors.address(left_begin, vectors.multiply(position, left_inner))
+            right_row = vectors.address(right_begin, vectors.multiply(position, right_inner))
             loaded = [
-                vectors.load(vectors.place(right_step, number * LANES), mask)
+                vectors.load(vectors.address(right_row, number * LANES), mask)
                 for number, mask in enumerate(masks)
             ]
             # Every loaded vector serves all rows, and every number of the left matrix all vectors.
             for row in range(height):
-                value = builder.load(vectors.place(left_step, vectors.product(row, left_row)))
-                value = vectors.every(value)
-                for number, place in enumerate(sums[row]):
-                    builder.store(vectors.fused(value, loaded[number], builder.load(place)), place)
-    scale = vectors.every(factor)
+                value = builder.load(vectors.address(left_column, vectors.multiply(row, left_row)))
+                value = vectors.broadcast(value)
+                for vector, total in zip(loaded, sums[row], strict=True):
+                    builder.store(vectors.multiply_add(value, vector, builder.load(total)), total)
+    scale = vectors.broadcast(factor)
     for row in range(height):
-        begin = vectors.place(out, vectors.product(row, out_row))
-        for number, place in enumerate(sums[row]):
-            target = vectors.place(begin, number * LANES)
-            value = vectors.fused(scale, builder.load(place), vectors.load(target, masks[number]))
-            vectors.store(value, target, masks[number])
+        begin = vectors.address(out, vectors.multiply(row, out_row))
+        for number, (total, mask) in enumerate(zip(sums[row], masks, strict=True)):
+            target = vectors.address(begin, number * LANES)
+            old = vectors.load(target, mask)
+            vectors.store(vectors.multiply_add(scale, builder.load(total), old), target, mask)
 
 
-def _dotted(typing_context: Any, out: Any, left: Any, right: Any, shape: Any, steps: Any) -> Any:
-    """Write a tile of a product with a transposed matrix; see `dot_tile`."""
+def _define_dot_tile(
+    typing_context: Any, out: Any, left: Any, right: Any, shape: Any, strides: Any
+) -> Any:
+    """Return the signature of `dot_tile`, and the function that writes its code."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        starts = [_start(context, builder, signature.args[i], arguments[i]) for i in range(3)]
-        shape, steps = (
+        starts = [
+            _data_address(context, builder, signature.args[i], arguments[i]) for i in range(3)
+        ]
+        shape, strides = (
             cgutils.unpack_tuple(builder, arguments[i], len(signature.args[i]))  # type: ignore[no-untyped-call]
             for i in (3, 4)
         )
         rows, columns, inner = shape
         end = builder.append_basic_block()
-        choice = builder.add(rows, builder.mul(columns, _WHOLE(TILE_HEIGHT + 1)))
+        choice = builder.add(rows, builder.mul(columns, _INT64(TILE_HEIGHT + 1)))
         switch = builder.switch(choice, end)
         for width in range(1, TILE_WIDTH + 1):
             for height in range(1, TILE_HEIGHT + 1):
                 tile = builder.append_basic_block()
-                switch.add_case(_WHOLE(height + (TILE_HEIGHT + 1) * width), tile)
+                switch.add_case(_INT64(height + (TILE_HEIGHT + 1) * width), tile)
                 builder.position_at_end(tile)
-                _dot_tile(_Vectors(builder), height, width, inner, starts, steps)
+                _write_dot_tile(_Vectors(builder), height, width, inner, starts, strides)
                 builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
 
-    return types.void(out, left, right, shape, steps), generate
+    return types.void(out, left, right, shape, strides), generate
 
 
-def _dot_tile(
+def _write_dot_tile(
     vectors: _Vectors,
     height: int,
     width: int,
     inner: Any,
     starts: Sequence[Any],
-    steps: Sequence[Any],
+    strides: Sequence[Any],
 ) -> None:
     """Write the code for a tile of ``height`` rows and ``width`` columns."""
     builder = vectors.builder
     out, left, right = starts
-    out_row, left_row, right_row = steps
-    lefts = [vectors.place(left, vectors.product(row, left_row)) for row in range(height)]
-    rights = [vectors.place(right, vectors.product(row, right_row)) for row in range(width)]
+    out_row, left_row, right_row = strides
+    lefts = [vectors.address(left, vectors.multiply(row, left_row)) for row in range(height)]
+    rights = [vectors.address(right, vectors.multiply(row, right_row)) for row in range(width)]
     # The numbers along the sum are neighbours in both matrices. Each lane therefore sums a part of
     # them, and only at the end are the lanes added up.
-    sums = [[vectors.variable() for _ in rights] for _ in lefts]
+    sums = [[vectors.new_variable() for _ in rights] for _ in lefts]
 
-    def add(step: Any, mask: Any | None) -> None:
-        loaded = [vectors.load(vectors.place(begin, step), mask) for begin in rights]
-        for begin, places in zip(lefts, sums, strict=True):
-            value = vectors.load(vectors.place(begin, step), mask)
-            for factor, place in zip(loaded, places, strict=True):
-                builder.store(vectors.fused(value, factor, builder.load(place)), place)
+    def add(position: Any, mask: Any | None) -> None:
+        loaded = [vectors.load(vectors.address(begin, position), mask) for begin in rights]
+        for begin, row_sums in zip(lefts, sums, strict=True):
+            vector = vectors.load(vectors.address(begin, position), mask)
+            for other, total in zip(loaded, row_sums, strict=True):
+                builder.store(vectors.multiply_add(vector, other, builder.load(total)), total)
 
-    whole = builder.sdiv(inner, _WHOLE(LANES))
+    whole = builder.sdiv(inner, _INT64(LANES))
     with vectors.loop(whole) as number:
-        add(vectors.product(LANES, number), None)
-    done = vectors.product(LANES, whole)
+        add(vectors.multiply(LANES, number), None)
+    done = vectors.multiply(LANES, whole)
     rest = builder.sub(inner, done)
-    with builder.if_then(builder.icmp_signed(">", rest, _WHOLE(0))):
+    with builder.if_then(builder.icmp_signed(">", rest, _INT64(0))):
         add(done, vectors.mask(rest, 0))
-    for row, places in enumerate(sums):
-        begin = vectors.place(out, vectors.product(row, out_row))
-        for column, place in enumerate(places):
-            builder.store(vectors.total(builder.load(place)), vectors.place(begin, column))
+    for row, row_sums in enumerate(sums):
+        begin = vectors.address(out, vectors.multiply(row, out_row))
+        for column, total in enumerate(row_sums):
+            builder.store(vectors.reduce_sum(builder.load(total)), vectors.address(begin, column))
 
 
-def _window_intrinsic(write: Callable[..., None]) -> Any:
-    """Make an intrinsic that works on a window, from a function that writes its code.
+def _define_window_intrinsic(write: Callable[..., None]) -> Any:
+    """Return an intrinsic that works on a window. The function ``write`` writes its code.
 
-    The intrinsic takes arrays, the number of columns, the shape and the steps of the window, and
-    maybe a factor. ``write`` gets the builder's vectors, a mask of the columns, shape, steps, the
+    The intrinsic takes arrays, the number of columns, the shape and the strides of the window, and
+    maybe a factor. ``write`` takes a `_Vectors`, a mask of the columns, shape, strides, the
     addresses of the arrays, and the factor.
     """
 
     @wraps(write)  # for Numba, which needs the number of parameters
-    def typed(typing_context: Any, *kinds: Any) -> Any:
+    def define(typing_context: Any, *kinds: Any) -> Any:
         arrays = [kind for kind in kinds if isinstance(kind, types.Array)]
-        _, shape, steps, *factor = kinds[len(arrays) :]
+        _, shape, strides, *factor = kinds[len(arrays) :]
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            starts = [_start(context, builder, kind, arguments[i]) for i, kind in enumerate(arrays)]
+            starts = [
+                _data_address(context, builder, kind, arguments[i]) for i, kind in enumerate(arrays)
+            ]
             columns, *window = arguments[len(arrays) : len(arrays) + 3]
-            shape, steps = (cgutils.unpack_tuple(builder, pair, 2) for pair in window)  # type: ignore[no-untyped-call]
+            shape, strides = (cgutils.unpack_tuple(builder, pair, 2) for pair in window)  # type: ignore[no-untyped-call]
             vectors, factor = _Vectors(builder), arguments[len(arrays) + 3 :]
-            write(vectors, vectors.mask(columns, 0), shape, steps, *starts, *factor)
+            write(vectors, vectors.mask(columns, 0), shape, strides, *starts, *factor)
             return context.get_dummy_value()
 
-        real = [types.float32 for _ in factor]
-        return types.void(*arrays, types.int64, shape, steps, *real), generate
+        numbers = [types.float32 for _ in factor]
+        return types.void(*arrays, types.int64, shape, strides, *numbers), generate
 
-    return intrinsic(typed)
+    return intrinsic(define)
 
 
-def _sum(
-    vectors: _Vectors, mask: Any, shape: Any, steps: Any, out: Any, values: Any, factor: Any
+def _write_sum(
+    vectors: _Vectors, mask: Any, shape: Any, strides: Any, out: Any, values: Any, factor: Any
 ) -> None:
-    """Write ``factor`` times the sum over a window; see `find_sum`."""
-    builder, total = vectors.builder, vectors.variable()
-    with vectors.cells(shape, steps) as step:
-        loaded = vectors.load(vectors.place(values, step), mask)
+    """Write the code of `find_sum`."""
+    builder, total = vectors.builder, vectors.new_variable()
+    with vectors.cells(shape, strides) as distance:
+        loaded = vectors.load(vectors.address(values, distance), mask)
         builder.store(builder.fadd(builder.load(total), loaded), total)
-    scaled = builder.fmul(builder.load(total), vectors.every(factor))
+    scaled = builder.fmul(builder.load(total), vectors.broadcast(factor))
     vectors.store(scaled, out, mask)
 
 
-def _spread(
-    vectors: _Vectors, mask: Any, shape: Any, steps: Any, out: Any, slopes: Any, factor: Any
+def _write_add_to_all(
+    vectors: _Vectors, mask: Any, shape: Any, strides: Any, out: Any, gradients: Any, factor: Any
 ) -> None:
-    """Add ``factor`` times slopes to all cells of a window; see `add_to_all`."""
-    scale, loaded = vectors.every(factor), vectors.load(slopes, mask)
-    with vectors.cells(shape, steps) as step:
-        place = vectors.place(out, step)
-        vectors.store(vectors.fused(scale, loaded, vectors.load(place, mask)), place, mask)
+    """Write the code of `add_to_all`."""
+    scale, loaded = vectors.broadcast(factor), vectors.load(gradients, mask)
+    with vectors.cells(shape, strides) as distance:
+        cell = vectors.address(out, distance)
+        vectors.store(vectors.multiply_add(scale, loaded, vectors.load(cell, mask)), cell, mask)
 
 
-def _largest(vectors: _Vectors, mask: Any, shape: Any, steps: Any, out: Any, values: Any) -> None:
-    """Write the maxima over a window; see `find_largest`."""
-    maxima = _maxima(vectors, values, mask, shape, steps)
+def _write_largest(
+    vectors: _Vectors, mask: Any, shape: Any, strides: Any, out: Any, values: Any
+) -> None:
+    """Write the code of `find_largest`."""
+    maxima = _find_maxima(vectors, values, mask, shape, strides)
     vectors.store(vectors.builder.load(maxima), out, mask)
 
 
-def _add_to_maxima(
-    vectors: _Vectors, mask: Any, shape: Any, steps: Any, out: Any, slopes: Any, values: Any
+def _write_add_to_largest(
+    vectors: _Vectors, mask: Any, shape: Any, strides: Any, out: Any, gradients: Any, values: Any
 ) -> None:
-    """Add slopes to the cells with the maxima; see `add_to_largest`."""
+    """Write the code of `add_to_largest`."""
     builder = vectors.builder
-    best = builder.load(_maxima(vectors, values, mask, shape, steps))
-    unsent = vectors.variable()  # the slopes that no cell has received yet
-    builder.store(vectors.load(slopes, mask), unsent)
-    with vectors.cells(shape, steps) as step:
-        loaded = vectors.load(vectors.place(values, step), mask)
-        # "ueq" is also true if the maximum is NaN, so that its slope goes somewhere, too.
-        hit = builder.fcmp_unordered("ueq", loaded, best)
-        place, rest = vectors.place(out, step), builder.load(unsent)
-        old = vectors.load(place, mask)
-        vectors.store(builder.fadd(old, builder.select(hit, rest, _NOTHING)), place, mask)
-        builder.store(builder.select(hit, _NOTHING, rest), unsent)
+    maxima = builder.load(_find_maxima(vectors, values, mask, shape, strides))
+    unassigned = vectors.new_variable()  # the gradients that no cell has received yet
+    builder.store(vectors.load(gradients, mask), unassigned)
+    with vectors.cells(shape, strides) as distance:
+        loaded = vectors.load(vectors.address(values, distance), mask)
+        # "ueq" is also true if the maximum is NaN, so that some cell receives its gradient, too.
+        is_maximum = builder.fcmp_unordered("ueq", loaded, maxima)
+        cell, rest = vectors.address(out, distance), builder.load(unassigned)
+        old = vectors.load(cell, mask)
+        vectors.store(builder.fadd(old, builder.select(is_maximum, rest, _ZEROS)), cell, mask)
+        builder.store(builder.select(is_maximum, _ZEROS, rest), unassigned)
 
 
-def _maxima(vectors: _Vectors, values: Any, mask: Any, shape: Any, steps: Any) -> Any:
-    """Return the address of the maxima over all cells; NaN wins, as in PyTorch."""
-    builder, maxima = vectors.builder, vectors.variable()
+def _find_maxima(vectors: _Vectors, values: Any, mask: Any, shape: Any, strides: Any) -> Any:
+    """Write code that finds the maxima over all cells, and return their address.
+
+    NaN counts as larger than any number, as in PyTorch.
+    """
+    builder, maxima = vectors.builder, vectors.new_variable()
     builder.store(vectors.load(values, mask), maxima)
-    with vectors.cells(shape, steps) as step:
-        loaded, best = vectors.load(vectors.place(values, step), mask), builder.load(maxima)
-        larger = builder.or_(
-            builder.fcmp_ordered(">", loaded, best), builder.fcmp_unordered("uno", loaded, loaded)
-        )
-        builder.store(builder.select(larger, loaded, best), maxima)
+    with vectors.cells(shape, strides) as distance:
+        loaded = vectors.load(vectors.address(values, distance), mask)
+        largest = builder.load(maxima)
+        is_larger = builder.fcmp_ordered(">", loaded, largest)
+        is_nan = builder.fcmp_unordered("uno", loaded, loaded)
+        larger = builder.or_(is_larger, is_nan)
+        builder.store(builder.select(larger, loaded, largest), maxima)
     return maxima
 
 
-multiply_tile: Any = intrinsic(_multiplied)
-"""``multiply_tile(out, left, right, shape, steps, factor)``.
+multiply_tile: Any = intrinsic(_define_multiply_tile)
+"""``multiply_tile(out, left, right, shape, strides, factor)``.
 
 Add ``factor`` times a product to ``out``. For all rows r and columns n of a tile, the element
 ``out[r · out_row + n]`` grows by ``factor`` times the sum over u and k of
 ``left[r · left_row + k · left_inner + u · left_outer] ·
 right[n + k · right_inner + u · right_outer]``. Rows are added one after the other, so that rows of
-``out`` may overlap. ``shape`` is (rows, columns, inner, outer); ``steps`` is (out_row,
+``out`` may overlap. ``shape`` is (rows, columns, inner, outer); ``strides`` is (out_row,
 left_row, left_inner, left_outer, right_inner, right_outer).
 """
-dot_tile: Any = intrinsic(_dotted)
+dot_tile: Any = intrinsic(_define_dot_tile)
 """``dot_tile(out, left, right, (rows, columns, inner), (out_row, left_row, right_row))``.
 
 Write a product with a transposed matrix: for all rows r and columns n of a tile,
 ``out[r · out_row + n]`` is the sum over k of ``left[r · left_row + k] ·
 right[n · right_row + k]``. A tile has up to `TILE_HEIGHT` rows and `TILE_WIDTH` columns.
 """
-find_largest: Any = _window_intrinsic(_largest)
-"""``find_largest(out, values, columns, (height, width), (down, right))``: maxima over a window.
+find_largest: Any = _define_window_intrinsic(_write_largest)
+"""``find_largest(out, values, columns, shape, strides)``.
 
-The window has ``height`` · ``width`` cells. Each cell lies ``down`` numbers after the cell above
-it, and ``right`` numbers after the cell to its left. A cell has up to `LANES` columns, one number
-each.
+Write the maxima over a window to ``out``. The window has ``shape`` (height, width). ``strides`` is
+(row stride, column stride): the distances, in numbers, from one cell to the cell below it and to
+the cell on its right. A cell has up to `LANES` columns, one number each.
 """
-add_to_largest: Any = _window_intrinsic(_add_to_maxima)
-"""``add_to_largest(out, slopes, values, columns, (height, width), (down, right))``.
+add_to_largest: Any = _define_window_intrinsic(_write_add_to_largest)
+"""``add_to_largest(out, gradients, values, columns, shape, strides)``.
 
-Add ``slopes`` to ``out``: in each column, to the first cell with the maximum of ``values``.
+Add ``gradients`` to ``out``: in each column, to the first cell with the maximum of ``values``.
 """
-find_sum: Any = _window_intrinsic(_sum)
-"""``find_sum(out, values, columns, (height, width), (down, right), factor)``.
+find_sum: Any = _define_window_intrinsic(_write_sum)
+"""``find_sum(out, values, columns, shape, strides, factor)``.
 
 Write ``factor`` times the sum over a window to ``out``.
 """
-add_to_all: Any = _window_intrinsic(_spread)
-"""``add_to_all(out, slopes, columns, (height, width), (down, right), factor)``.
+add_to_all: Any = _define_window_intrinsic(_write_add_to_all)
+"""``add_to_all(out, gradients, columns, shape, strides, factor)``.
 
-Add ``factor`` times ``slopes`` to ``out`` at all cells.
+Add ``factor`` times ``gradients`` to ``out`` at all cells.
 """

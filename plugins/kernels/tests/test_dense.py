@@ -47,7 +47,7 @@ def test_layers_of_any_size_train_as_in_the_loop(widths, batch_size, compiled):
     assert len(compiled) == 3
 
 
-def test_huge_logits_give_the_same_slopes(compiled):
+def test_huge_logits_give_the_same_gradients(compiled):
     """Their exponentials range from 1 to far below the smallest number of float32."""
     task, made = jobs(Widths(40, 10), 40, 10, 4, scale=300.0)
     ours, theirs = train_many(task, made()), one_by_one(task, made())

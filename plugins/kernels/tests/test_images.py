@@ -12,7 +12,7 @@ from flower_ext.data import Examples
 from flower_ext.training import Job, LocalTraining, train_groups
 from flower_ext_kernels import network
 from flower_ext_kernels.chain import recognise_chain
-from flower_ext_kernels.layer_table import POOL, RELU
+from flower_ext_kernels.layer_table import MAX_POOL, RELU
 from tests.support.grids import grid
 from tests.support.jobs import one_by_one, problem, same, train_many
 
@@ -61,7 +61,7 @@ class Positional(Usual):
 
 
 def odd() -> nn.Module:
-    """Windows that are not square, steps, borders, no bias, overlapping and left-over pooling."""
+    """Windows that are not square, strides, padding, no bias, and pooling that overlaps or omits."""
     return nn.Sequential(
         nn.Conv2d(3, 5, (3, 2), stride=(1, 2), padding=(1, 0), bias=False),
         nn.Tanh(),
@@ -100,7 +100,7 @@ def between() -> nn.Module:
 
 
 def normed() -> nn.Module:
-    """Norms of images with groups of several sizes, and means of windows."""
+    """Norms of images with groups of several sizes, and average pooling."""
     return nn.Sequential(
         nn.GroupNorm(3, 3),
         nn.Conv2d(3, 24, 3, padding=1, bias=False),
@@ -181,7 +181,7 @@ def test_no_bit_depends_on_other_jobs_or_threads(model, threads, compiled):
     assert len(compiled) == 8
 
 
-def test_equal_values_send_their_slope_to_the_first(compiled):
+def test_of_equal_values_the_first_receives_the_gradient(compiled):
     """An image of one colour has the same outputs everywhere."""
 
     def flat(model):
@@ -209,7 +209,7 @@ def test_a_diverged_model_stays_diverged_and_moves_no_bit_of_others(model, value
 
 def test_relu_follows_max_pooling():
     layers = recognise_chain(Usual(), torch.Size([3, 12, 10]))
-    assert [layer.activation for layer in layers if layer.kind == POOL] == [RELU, RELU]
+    assert [layer.activation for layer in layers if layer.kind == MAX_POOL] == [RELU, RELU]
 
 
 def whole(*layers: nn.Module) -> nn.Module:
@@ -222,17 +222,17 @@ def whole(*layers: nn.Module) -> nn.Module:
 OTHERS = {
     "groups": lambda: whole(nn.Conv2d(3, 6, 3, groups=3), nn.Flatten()),
     "dilation": lambda: whole(nn.Conv2d(3, 6, 2, dilation=2), nn.Flatten()),
-    "reflecting border": lambda: whole(
+    "reflecting padding": lambda: whole(
         nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), nn.Flatten()
     ),
-    "named border": lambda: whole(nn.Conv2d(3, 4, 3, padding="same"), nn.Flatten()),
-    "pooling with a border": lambda: whole(nn.MaxPool2d(3, padding=1), nn.Flatten()),
+    "named padding": lambda: whole(nn.Conv2d(3, 4, 3, padding="same"), nn.Flatten()),
+    "pooling with padding": lambda: whole(nn.MaxPool2d(3, padding=1), nn.Flatten()),
     "pooling rounded up": lambda: whole(nn.MaxPool2d(3, ceil_mode=True), nn.Flatten()),
     "pooling with dilation": lambda: whole(nn.MaxPool2d(2, dilation=2), nn.Flatten()),
     "another pooling": lambda: whole(nn.LPPool2d(2, 2), nn.Flatten()),
-    "mean with a border": lambda: whole(nn.AvgPool2d(2, padding=1), nn.Flatten()),
-    "mean with another divisor": lambda: whole(nn.AvgPool2d(2, divisor_override=3), nn.Flatten()),
-    "means of parts": lambda: whole(nn.AdaptiveAvgPool2d(3), nn.Flatten()),
+    "average with padding": lambda: whole(nn.AvgPool2d(2, padding=1), nn.Flatten()),
+    "average with another divisor": lambda: whole(nn.AvgPool2d(2, divisor_override=3), nn.Flatten()),
+    "averages of parts": lambda: whole(nn.AdaptiveAvgPool2d(3), nn.Flatten()),
     "norm of a whole image": lambda: whole(nn.LayerNorm((3, 8, 8)), nn.Flatten()),
     "dropout of images": lambda: whole(nn.Conv2d(3, 4, 3), nn.Dropout(0.5), nn.Flatten()),
     "another flattening": lambda: whole(nn.Conv2d(3, 4, 8), nn.Flatten(2), nn.Flatten()),
@@ -255,19 +255,21 @@ def test_a_convolution_used_twice_is_left_to_batches():
     assert network.form_for(problem(lambda: model), made[0]) is None
 
 
-def test_a_large_network_alone_is_left_to_many_threads(monkeypatch):
-    layers = nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 1024, 10)
-    model = nn.Sequential(*layers)
-    (job,) = jobs(lambda: model, SGD, sizes=(2,), shape=(3, 32, 32))
-    form = network.form_for(problem(lambda: model), job)
+@pytest.mark.parametrize(("threads", "gains"), [(1, True), (2, True), (3, False), (16, False)])
+def test_a_large_network_alone_is_left_to_many_threads(threads, gains, monkeypatch):
+    (job,) = jobs(Usual, SGD, sizes=(2,))
+    form = network.form_for(problem(Usual), job)
+    outputs = sum(layer.outputs for layer in form.layers)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(network, "_MOST_OUTPUTS", outputs)
     assert form.gains_alone(job)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    assert not form.gains_alone(job)
+    monkeypatch.setattr(network, "_MOST_OUTPUTS", outputs - 1)
+    assert form.gains_alone(job) == gains
 
 
 def test_working_memory_stays_within_its_limit():
     made = jobs(Usual, replace(SGD, batch_size=12))
     form = network.form_for(problem(Usual), made[0])
-    needed = form._working(made[2])
+    needed = form._working_bytes(made[2])
     assert sorted(chain.from_iterable(form.groups(made, needed))) == [0, 1, 2, 3]
     assert sorted(chain.from_iterable(form.groups(made, needed - 1))) == [0, 1, 3]

@@ -19,14 +19,14 @@ def made(monkeypatch):
         calls.append(1)
         return b"object file"
 
-    monkeypatch.setattr(native, "_compiled", compiled)
+    monkeypatch.setattr(native, "_compile", compiled)
     return calls
 
 
 def test_it_is_made_once_and_kept(made, tmp_path):
     folders = [tmp_path / "new" / "folder", tmp_path]
-    assert native.compile_and_keep(folders) == native.compile_and_keep(folders) == folders[0]
-    assert native._kept(folders) == b"object file"
+    assert native.compile_and_store(folders) == native.compile_and_store(folders) == folders[0]
+    assert native._read_stored(folders) == b"object file"
     assert len(made) == 1
     assert [path.suffix for path in folders[0].iterdir()] == [".o"]
 
@@ -43,21 +43,21 @@ def test_no_training_waits_for_it(made, tmp_path, monkeypatch, caplog):
 
 @pytest.mark.parametrize("harm", ["torn", "altered", "empty"])
 def test_a_damaged_file_is_made_again(harm, made, tmp_path):
-    native.compile_and_keep([tmp_path])
+    native.compile_and_store([tmp_path])
     (kept,) = tmp_path.iterdir()
     content = kept.read_bytes()
     kept.write_bytes({"torn": content[:-1], "altered": content[:-1] + b"?", "empty": b""}[harm])
     with pytest.raises(native.NotCompiled, match="python -m flower_ext_kernels"):
-        native._kept([tmp_path])
-    native.compile_and_keep([tmp_path])
+        native._read_stored([tmp_path])
+    native.compile_and_store([tmp_path])
     assert len(made) == 2
     assert kept.read_bytes() == content
 
 
 def test_another_version_is_other_code(made, tmp_path, monkeypatch):
-    native.compile_and_keep([tmp_path])
+    native.compile_and_store([tmp_path])
     monkeypatch.setattr(native, "version", lambda package: "another")
-    native.compile_and_keep([tmp_path])
+    native.compile_and_store([tmp_path])
     assert len(made) == 2
 
 
@@ -79,9 +79,9 @@ def test_a_change_to_any_module_is_other_code(tmp_path, monkeypatch):
 def test_where_nothing_can_be_written_the_next_folder_is_taken(made, tmp_path):
     closed = tmp_path / "file"
     closed.write_text("")
-    assert native.compile_and_keep([closed, tmp_path / "open"]) == tmp_path / "open"
+    assert native.compile_and_store([closed, tmp_path / "open"]) == tmp_path / "open"
     with pytest.raises(native.NotCompiled, match="can be written"):
-        native.compile_and_keep([closed])
+        native.compile_and_store([closed])
 
 
 def test_without_a_home_folder_machine_code_is_kept_beside_the_package(monkeypatch):
@@ -103,13 +103,13 @@ def test_a_compiler_that_fails_is_an_error_with_its_reason(script, message, tmp_
         program.chmod(stat.S_IRWXU)
     monkeypatch.setattr(sys, "executable", str(program))
     with pytest.raises(native.NotCompiled, match=message):
-        native.compile_and_keep([tmp_path / "nowhere"])
+        native.compile_and_store([tmp_path / "nowhere"])
 
 
 def test_code_that_needs_numba_is_refused():
     module = native.llvm.parse_assembly("declare void @NRT_Free(ptr)\ndeclare float @expf(float)")
     with pytest.raises(RuntimeError, match=r"\['NRT_Free'\]"):
-        native._check_alone(module)
+        native._check_runs_without_numba(module)
 
 
 def test_training_never_imports_numba():
