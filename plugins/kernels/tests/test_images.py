@@ -61,7 +61,7 @@ class Positional(Usual):
 
 
 def odd() -> nn.Module:
-    """Windows that are not square, strides, padding, no bias, and pooling that overlaps or omits."""
+    """Odd windows, strides and padding, no bias, and pooling that overlaps or omits numbers."""
     return nn.Sequential(
         nn.Conv2d(3, 5, (3, 2), stride=(1, 2), padding=(1, 0), bias=False),
         nn.Tanh(),
@@ -231,7 +231,9 @@ OTHERS = {
     "pooling with dilation": lambda: whole(nn.MaxPool2d(2, dilation=2), nn.Flatten()),
     "another pooling": lambda: whole(nn.LPPool2d(2, 2), nn.Flatten()),
     "average with padding": lambda: whole(nn.AvgPool2d(2, padding=1), nn.Flatten()),
-    "average with another divisor": lambda: whole(nn.AvgPool2d(2, divisor_override=3), nn.Flatten()),
+    "average with another divisor": lambda: whole(
+        nn.AvgPool2d(2, divisor_override=3), nn.Flatten()
+    ),
     "averages of parts": lambda: whole(nn.AdaptiveAvgPool2d(3), nn.Flatten()),
     "norm of a whole image": lambda: whole(nn.LayerNorm((3, 8, 8)), nn.Flatten()),
     "dropout of images": lambda: whole(nn.Conv2d(3, 4, 3), nn.Dropout(0.5), nn.Flatten()),
