@@ -124,4 +124,7 @@ class Round:
         return self.unmask(questions, lost[3])
 
     def plain_sum(self):
-        return self.vectors[sorted(self.server.answered)].sum(axis=0, dtype=self.context.dtype)
+        """Return the sum of the vectors that arrived, each number nearest to 0 modulo 2^bits."""
+        total = self.vectors[sorted(self.server.answered)].astype(object).sum(axis=0)
+        half = 2 ** (self.context.bits - 1)
+        return np.array([(number + half) % (2 * half) - half for number in total])

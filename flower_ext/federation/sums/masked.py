@@ -150,10 +150,9 @@ class OpenMaskedSum(OpenSum):
             raise RoundDiscarded(str(error)) from error
         finally:
             self._report_faults()
-        signed = total.view(np.int32 if self._context.bits == 32 else np.int64)
         mechanism = self._mechanism
         summed = mechanism.begin_sum(self._like)
-        summed.add(shaped(signed.astype(np.int64), self._like))
+        summed.add(shaped(total, self._like))
         summed.count = len(self._server.answered)
         # Members that left before the round count as members that did not answer.
         size = mechanism.num_members

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.secure.aggregation.aggregation_messages import (
@@ -174,8 +175,11 @@ class SumServer:
             for member in sorted(self._answered)
         }
 
-    def total(self) -> Residues:
-        """Close the round: remove the masks, and return the sum over `answered`.
+    def total(self) -> NDArray[np.int64]:
+        """Close the round: remove the masks, and return the sum over `answered`, of shape (length,).
+
+        Sums are modulo 2^bits. Of the integers that are equal to a sum, the one from -2^(bits-1) to
+        2^(bits-1) - 1 is returned.
 
         Raise an `IncompleteRound` if too few valid shares of a secret arrived, or if the rebuilt
         secret does not fit the hash or public key that the member sent.
@@ -198,7 +202,7 @@ class SumServer:
                 # The neighbour added this mask if its number is lower, else it subtracted it.
                 apply_mask(key, self._sum, subtract=other < member)
         self._revealed.clear()
-        return self._sum.astype(np.uint32 if context.bits == 32 else np.uint64, copy=False)
+        return self._sum.view(f"<i{self._sum.itemsize}").astype(np.int64)
 
     def _take_keys(self, message: Advert) -> None:
         pair = set(key_pair(message.keys))
