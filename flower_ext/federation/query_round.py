@@ -17,13 +17,13 @@ from flwr.app import ConfigRecord, Message
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
-from flower_ext.federation.claims import charge
 from flower_ext.federation.exchange import Content, Requests
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.protection import to_entries
 from flower_ext.federation.replies import read_scores
 from flower_ext.federation.round import Round
 from flower_ext.federation.run import Run
+from flower_ext.federation.run_guarantees import charge
 from flower_ext.federation.sums.masked import MaskedSum
 from flower_ext.federation.sums.summation import Opening
 from flower_ext.privacy import BudgetExhausted

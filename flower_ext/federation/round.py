@@ -18,7 +18,6 @@ from flwr.app import ConfigRecord, Message
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
-from flower_ext.federation.claims import charge, summary_of
 from flower_ext.federation.client.client_method import Memory
 from flower_ext.federation.connection import leave_out_withdrawn, rehearse
 from flower_ext.federation.exchange import Content, Requests
@@ -27,6 +26,7 @@ from flower_ext.federation.method_state import State
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.protection import to_entries
 from flower_ext.federation.run import Run
+from flower_ext.federation.run_guarantees import charge, summary_of
 from flower_ext.federation.spending import Spending
 from flower_ext.federation.state.checkpoint import BegunRound
 from flower_ext.federation.stragglers import shortened

@@ -1,6 +1,6 @@
 """A run: its options, and everything that changes between two rounds.
 
-The guarantees of a run are in `claims`.
+The guarantees of a run are in `run_guarantees`.
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import replies
-from flower_ext.federation.claims import save_guarantees, spent_by
 from flower_ext.federation.connection import connect
 from flower_ext.federation.query_round import QueryRound
 from flower_ext.federation.replies import read_count
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.run import MODEL, Run
+from flower_ext.federation.run_guarantees import save_guarantees, spent_by
 from flower_ext.privacy import BudgetExhausted
 from flower_ext.privacy.mechanisms.updates import require_finite
 from flower_ext.privacy.shared_ledger import check_charged

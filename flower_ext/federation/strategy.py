@@ -17,12 +17,12 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
-from flower_ext.federation.claims import guarantees_of, summary_of
 from flower_ext.federation.connection import connect
 from flower_ext.federation.method import Method
 from flower_ext.federation.query_round import QueryRound, ReportedScores, evaluation
 from flower_ext.federation.round import TrainingRound
 from flower_ext.federation.run import Run, StrategyOptions
+from flower_ext.federation.run_guarantees import guarantees_of, summary_of
 from flower_ext.federation.run_loop import RunLoop
 from flower_ext.federation.spending import Spending
 from flower_ext.federation.stragglers import Stragglers

@@ -9,7 +9,7 @@ import pytest
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import failures
-from flower_ext.federation.claims import spent_by
+from flower_ext.federation.run_guarantees import spent_by
 from flower_ext.privacy import Ledger, SecureScores, VectorQuery, privacy_loss_of
 from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.runs import RunWriter

@@ -22,9 +22,9 @@ from flower_ext.federation import (
     exchange,
     records,
 )
-from flower_ext.federation.claims import spent_by
 from flower_ext.federation.client_level_mod import client_level_dp_mod
 from flower_ext.federation.roster import FOR_MODS
+from flower_ext.federation.run_guarantees import spent_by
 from flower_ext.privacy import (
     AdversaryView,
     Budget,

@@ -7,7 +7,7 @@ import numpy as np
 
 from flower_ext.algorithms import Upcycled
 from flower_ext.federation import records
-from flower_ext.federation.client import client_side, preparing
+from flower_ext.federation.client import assignment, client_side
 from flower_ext.privacy import (
     FullParticipation,
     NonPrivatePlan,
@@ -40,8 +40,8 @@ def raw_updates():
     bare = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
 
     def invariant(*args, **options):
-        assignment = preparing.assign(*args, **options)
-        return replace(assignment, work=replace(assignment.work, batch_invariant=True))
+        assigned = assignment.assign(*args, **options)
+        return replace(assigned, work=replace(assigned.work, batch_invariant=True))
 
     with patch.object(client_side, "assign", invariant):
         grid, _ = run(strategy_of(plan=bare, seeded_noise=False))

@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid
-from flower_ext.federation.client import preparing, upload
+from flower_ext.federation.client import assignment, upload
 from flower_ext.privacy import FullParticipation, ReleasePlan
 from flower_ext.training import LocalTraining, Task
 from flower_ext.training.isolation import (
@@ -128,7 +128,7 @@ def test_settings_a_client_leaves_move_the_sum_by_at_most_one_norm(name):
 
 def test_the_sum_shows_a_client_that_is_not_isolated(monkeypatch):
     monkeypatch.setattr(upload, "isolated", nullcontext)
-    monkeypatch.setattr(preparing, "isolated", nullcontext)
+    monkeypatch.setattr(assignment, "isolated", nullcontext)
     monkeypatch.setattr("flower_ext.training.side_by_side.isolated", nullcontext)
     monkeypatch.setattr("flower_ext.training.isolation.isolated", nullcontext)
     try:

@@ -23,6 +23,7 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flower_ext.data import ClientData, SiloData
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import records
+from flower_ext.federation.client.assignment import NO_DATA, Assignment, assign, data_of
 from flower_ext.federation.client.client_method import ClientMethod, Question
 from flower_ext.federation.client.evaluating import (
     evaluation_of,
@@ -31,7 +32,6 @@ from flower_ext.federation.client.evaluating import (
     used_model,
 )
 from flower_ext.federation.client.node import NodePolicy
-from flower_ext.federation.client.preparing import NO_DATA, Assignment, assign, data_of
 from flower_ext.federation.client.requests import read_each
 from flower_ext.federation.client.upload import upload_of
 from flower_ext.federation.client.user_draws import draw_fingerprint, draws_vault

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from flower_ext.data import ClientData, Examples
 from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data
 from flower_ext.federation import records
+from flower_ext.federation.client.assignment import Assignment
 from flower_ext.federation.client.client_method import ClientWork
-from flower_ext.federation.client.preparing import Assignment
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.failures import log_once
 from flower_ext.federation.replies import LARGEST_VALUE

@@ -33,9 +33,9 @@ import torch
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
+from flower_ext.federation.client.assignment import NO_DATA, Assignment
 from flower_ext.federation.client.client_method import ClientWork, Contribution, LocalResult, Memory
 from flower_ext.federation.client.node import OF_UPLOADS
-from flower_ext.federation.client.preparing import NO_DATA, Assignment
 from flower_ext.federation.failures import hide_errors, log_hidden
 from flower_ext.federation.sums import masked_member
 from flower_ext.privacy import NoiseSource

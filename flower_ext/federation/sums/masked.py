@@ -27,7 +27,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from logging import getLogger
 
-import numpy as np
 from flwr.app import ArrayRecord, Message
 
 from flower_ext.errors import IncompleteRound

@@ -176,17 +176,16 @@ class SumServer:
         }
 
     def total(self) -> NDArray[np.int64]:
-        """Close the round: remove the masks, and return the sum over `answered`, of shape (length,).
+        """Close the round: remove the masks, and return the sum over `answered`, shape (length,).
 
-        Sums are modulo 2^bits. Of the integers that are equal to a sum, the one from -2^(bits-1) to
-        2^(bits-1) - 1 is returned.
+        Sums are known modulo 2^bits; of all integers that they may be, return those nearest to 0.
 
         Raise an `IncompleteRound` if too few valid shares of a secret arrived, or if the rebuilt
         secret does not fit the hash or public key that the member sent.
         """
         self._require(Revealed)
         self.awaited = None
-        context, digest = self._context, self._context.digest
+        digest = self._context.digest
         # Rebuild only one secret of each member: with both, the server could unmask its vector.
         seeds = {member: self._rebuild(member, OF_SEED) for member in sorted(self._answered)}
         lost = sorted(self._sharing - self._answered)

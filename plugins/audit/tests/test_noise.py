@@ -28,7 +28,7 @@ from flower_ext.federation import (
     recorded_run,
     records,
 )
-from flower_ext.federation.client.preparing import objective_terms
+from flower_ext.federation.client.assignment import objective_terms
 from flower_ext.privacy import (
     FullParticipation,
     ReleasePlan,

@@ -23,9 +23,9 @@ from flwr.serverapp import ServerApp
 
 from flower_ext.data import ClientData
 from flower_ext.federation import InProcessGrid, records
-from flower_ext.federation.client import preparing
+from flower_ext.federation.client import assignment
 from flower_ext.federation.client.app import CohortApp, answer_all
-from flower_ext.federation.client.preparing import NO_DATA
+from flower_ext.federation.client.assignment import NO_DATA
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.engines.in_process import run_server
 from flower_ext.federation.failures import CLIENT_APP_RAISED
@@ -130,7 +130,7 @@ class Watch:
         """Return the functions of this package to replace in this run."""
         held = [] if self.held is None else self.held.patches()
         return [
-            (preparing, "checked_data", self._load_or_withhold_data),
+            (assignment, "checked_data", self._load_or_withhold_data),
             (Round, "close", self._close_and_note_mean),
             *held,
         ]

@@ -19,8 +19,8 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod
 
 from flower_ext.federation import FederatedStrategy
-from flower_ext.federation.claims import claims_of, summary_of
 from flower_ext.federation.client.app import CohortApp
+from flower_ext.federation.run_guarantees import claims_of, summary_of
 from flower_ext.privacy import (
     AdversaryView,
     Guarantee,

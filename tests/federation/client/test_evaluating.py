@@ -8,9 +8,9 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from flower_ext.errors import InvalidValue, is_tellable
+from flower_ext.federation.client.assignment import NO_DATA, Assignment
 from flower_ext.federation.client.evaluating import masked_vector, query_of
 from flower_ext.federation.client.node import NodePolicy
-from flower_ext.federation.client.preparing import NO_DATA, Assignment
 from flower_ext.federation.protection import Unprotected
 from flower_ext.privacy import SecureScores
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise

@@ -11,7 +11,7 @@ import torch
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg, FedDyn
 from flower_ext.algorithms.uldp import UldpAvg, UldpNaive
 from flower_ext.federation import FederatedStrategy, LocalResult, records
-from flower_ext.federation.client.preparing import NO_DATA
+from flower_ext.federation.client.assignment import NO_DATA
 from flower_ext.federation.state.memory import ClientMemory
 from flower_ext.privacy import (
     ClippedSteps,

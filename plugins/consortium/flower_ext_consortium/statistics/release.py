@@ -41,7 +41,7 @@ from flower_ext.federation import (
     State,
     Summation,
 )
-from flower_ext.federation.client.preparing import NO_DATA
+from flower_ext.federation.client.assignment import NO_DATA
 from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan, ReleasePlan
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import RunSummary

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flower_ext.errors import InvalidValue, is_tellable
-from flower_ext.federation.client.preparing import checked_data
+from flower_ext.federation.client.assignment import checked_data
 from flower_ext.federation.protection import Unprotected
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from tests.support.worlds import CLASSES, FEATURES, task

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from flower_ext.federation.client.preparing import objective_terms
+from flower_ext.federation.client.assignment import objective_terms
 from flower_ext.privacy import ObjectivePerturbation, SecureNoise, SeededNoise
 
 
