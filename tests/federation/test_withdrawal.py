@@ -22,6 +22,7 @@ from flower_ext.privacy import (
     PoissonSampling,
     PrivacyUnit,
     ReleasePlan,
+    SecureScores,
     SecureSum,
 )
 from flower_ext.privacy.withdrawal import forgotten, withdraw
@@ -151,6 +152,37 @@ def test_a_client_that_withdraws_mid_run_is_omitted_from_the_next_round(tmp_path
     grid = Leaving(DPFedAvg.client_app(task()), CLIENTS)
     strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=4)
     assert seen == [1, 2, 2, 2]
+    assert forgotten(Ledger.read(given.ledger)) == {LEAVING}
+
+
+SCORES = [SecureScores(noise_multiplier=3.0, times=9)]
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(plan(), id="reported scores"),
+        pytest.param(
+            plan(noise_placement=SecureSum(colluding=0.0, dropouts=0.2), queries=SCORES),
+            id="noised scores",
+        ),
+    ],
+)
+def test_an_evaluation_omits_a_client_that_withdraws_just_before_it(tmp_path, chosen):
+    given = budget(tmp_path)
+
+    class Leaving(Watching):
+        def send_and_receive(self, messages, **how):
+            replies = super().send_and_receive(messages, **how)
+            if self.asked[-1][0].startswith("train"):
+                withdraw(given.ledger, PrivacyUnit.CLIENT, [LEAVING])
+            return replies
+
+    strategy = FederatedStrategy(DPFedAvg(), chosen, budget=given, timeout=5.0)
+    grid = Leaving(DPFedAvg.client_app(task()), CLIENTS)
+    strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=2)
+    assert any(kind.startswith("eval") for kind in grid.of(0))
+    assert not any(kind.startswith("eval") for kind in grid.of(LEAVING))
     assert forgotten(Ledger.read(given.ledger)) == {LEAVING}
 
 
