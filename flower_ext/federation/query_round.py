@@ -17,6 +17,7 @@ from flwr.app import ConfigRecord, Message
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
+from flower_ext.federation.connection import leave_out_withdrawn
 from flower_ext.federation.exchange import Content, Requests
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.protection import to_entries
@@ -72,6 +73,7 @@ class QueryRound:
         except BudgetExhausted as reason:
             log.warning("no %s after round %d: %s", query.name, server_round, reason)
             return []
+        leave_out_withdrawn(run)
         # Count before asking any client: from here on, clients may have sent their vectors.
         run.checkpoints.begin_query(query.name, number)
         self._mechanism.count_answer(run.participations)
@@ -129,6 +131,7 @@ class ReportedScores:
 
     def ask(self, model: records.Arrays, config: ConfigRecord) -> Iterable[Message]:
         """Return a message for every client."""
+        leave_out_withdrawn(self._run)
         content = _evaluation_content(self._run, model, config)
         everyone = dict.fromkeys(self._run.clients.nodes, content)
         self.requests = self._run.clients.request("evaluate", everyone, self._server_round)

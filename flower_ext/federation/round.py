@@ -240,16 +240,11 @@ class TrainingRound:
             **{name: records.to_record(group) for name, group in run.method_state.everyone.items()},
         }
 
-        # Silos drop the records of users that withdrew: the server may not know which users are
-        # drawn.
-        withdrawn = sorted(run.spending.withdrawn)
-        left = {"withdrawn": withdrawn} if withdrawn and run.method.traits.num_silos else {}
-
         @cache
         def content(progress: float | None, remembered: int | None) -> Content:
             done = {phase: shortened(training, progress) for phase, training in trainings.items()}
             entries = demands if remembered is None else {**demands, "remembered": remembered}
-            of_round = {records.ROUND: run.round_record(training_round, **left, **entries)}
+            of_round = {records.ROUND: run.round_record(training_round, **entries)}
             return {**shared, **of_round, **records.training_records(done)}
 
         # A client with mirrored memory goes back to its memory of the last round whose reply the

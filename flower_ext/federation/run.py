@@ -263,12 +263,17 @@ class Run:
 
     def round_record(self, training_round: int, **more: Any) -> ConfigRecord:
         """Return the record that tells clients the run and the round, with the entries ``more``."""
+        # Silos drop the records of users that withdrew: the server may not know which users are
+        # drawn.
+        withdrawn = sorted(self.spending.withdrawn) if self.method.traits.num_silos else []
+        left = {"withdrawn": withdrawn} if withdrawn else {}
         return ConfigRecord(
             {
                 "run": self.checkpoints.run_id,
                 "number": training_round,
                 "seed": self.options.seed or 0,
                 "diagnostics": self.options.diagnostics,
+                **left,
                 **more,
             }
         )

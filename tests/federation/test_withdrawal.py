@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, ConfigRecord
 
 from flower_ext.algorithms import DPFedAvg, FedPer, UldpAvg
 from flower_ext.algorithms.uldp import UldpGroup, UldpNaive
@@ -22,6 +22,7 @@ from flower_ext.privacy import (
     NonPrivatePlan,
     PoissonSampling,
     PrivacyUnit,
+    SecureScores,
     SecureSum,
 )
 from flower_ext.privacy.withdrawal import forgotten, withdraw
@@ -150,6 +151,37 @@ def test_a_client_that_withdraws_mid_run_is_omitted_from_the_next_round(tmp_path
     grid = Leaving(DPFedAvg.client_app(task()), CLIENTS)
     strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=4)
     assert seen == [1, 2, 2, 2]
+    assert forgotten(Ledger.read(given.ledger)) == {LEAVING}
+
+
+SCORES = [SecureScores(noise_multiplier=3.0, times=9)]
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(plan(), id="reported scores"),
+        pytest.param(
+            plan(noise_placement=SecureSum(colluding=0.0, dropouts=0.2), queries=SCORES),
+            id="noised scores",
+        ),
+    ],
+)
+def test_an_evaluation_omits_a_client_that_withdraws_just_before_it(tmp_path, chosen):
+    given = budget(tmp_path)
+
+    class Leaving(Watching):
+        def send_and_receive(self, messages, **how):
+            replies = super().send_and_receive(messages, **how)
+            if self.asked[-1][0].startswith("train"):
+                withdraw(given.ledger, PrivacyUnit.CLIENT, [LEAVING])
+            return replies
+
+    strategy = FederatedStrategy(DPFedAvg(), chosen, budget=given, timeout=5.0)
+    grid = Leaving(DPFedAvg.client_app(task()), CLIENTS)
+    strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=2)
+    assert any(kind.startswith("eval") for kind in grid.of(0))
+    assert not any(kind.startswith("eval") for kind in grid.of(LEAVING))
     assert forgotten(Ledger.read(given.ledger)) == {LEAVING}
 
 
@@ -317,6 +349,26 @@ def test_every_silo_leaves_out_a_user_that_withdraws_during_a_run(tmp_path, meth
     left = [list(message.content["round"].get("withdrawn", ())) for message in trained]
     assert left == [[]] * silos.SILOS + [[SMALL_NUMBER]] * silos.SILOS
     assert (strategy.refusals, strategy.participations.rounds) == ([], 2)
+
+
+def test_no_silo_evaluates_a_training_loss_on_records_of_a_withdrawn_user(tmp_path):
+    user, losses = SMALL_NUMBER, []
+    everybody = silos.silos()
+    for name, data in (("withdrawn", everybody), ("gone", [d.without([user]) for d in everybody])):
+        (tmp_path / name).mkdir()
+        given = Budget(epsilon=1e6, delta=0.1, ledger=tmp_path / name / "study.jsonl")
+        given.ledger.touch()
+        if name == "withdrawn":
+            withdraw(given.ledger, PrivacyUnit.USER, [user])
+        strategy = of_users(UldpAvg, given, evaluate_every=1, training_loss=True, seed=silos.SEED)
+        grid = InProcessGrid(UldpAvg.client_app(silos.task(data)), silos.SILOS)
+        initial = ArrayRecord(silos.task().initial_params(0))
+        content = strategy.configure_evaluate(0, initial, ConfigRecord(), grid)
+        strategy.aggregate_evaluate(0, strategy.run.clients.replies(content))
+        scores = strategy.run.client_metrics
+        losses.append({silo: each["training_loss"] for silo, each in scores.items()})
+    assert len(losses[0]) == silos.SILOS
+    assert losses[0] == losses[1]
 
 
 def test_a_silo_whose_records_name_no_users_refuses_after_a_withdrawal(tmp_path):
