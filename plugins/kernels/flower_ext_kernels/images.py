@@ -246,6 +246,6 @@ def backward_pool(
 @jit
 def _corner(layer: np.ndarray, window: int) -> int:
     """Return the position of a window's first number in the image."""
-    row = window // layer[OUT_WIDTH] * layer[STRIDE_HEIGHT]
-    column = window % layer[OUT_WIDTH] * layer[STRIDE_WIDTH]
-    return int((row * layer[WIDTH] + column) * layer[CHANNELS])
+    row, column = window // layer[OUT_WIDTH], window % layer[OUT_WIDTH]
+    pixel = row * layer[STRIDE_HEIGHT] * layer[WIDTH] + column * layer[STRIDE_WIDTH]
+    return int(pixel * layer[CHANNELS])

@@ -34,7 +34,7 @@ _DROPOUT = Path(flower_ext.__file__).parent / "training/models/dropout.py"
 _TIMEOUT = 600.0
 """Seconds that compiling may take, on a machine that is busy with other work."""
 # The code allocates nothing, so functions that count references may be empty.
-_UNCOUNTED = """
+_NO_REFERENCE_COUNTING = """
 define void @NRT_incref(ptr %p) alwaysinline { ret void }
 define void @NRT_decref(ptr %p) alwaysinline { ret void }
 """
@@ -53,11 +53,14 @@ class Library:
 
     def __init__(self) -> None:
         self._engine = _load(_read_stored(_folders()))
-        self.train = self._function("train")
-        self.are_classes = self._function("are_classes")
+        self.train = self._wrap("train")
+        self.are_classes = self._wrap("are_classes")
 
-    def _function(self, name: str) -> Callable[..., None]:
-        """Wrap a compiled function. Its first two arguments point to a result and to an error."""
+    def _wrap(self, name: str) -> Callable[..., None]:
+        """Return a compiled function that takes arrays.
+
+        Its first two arguments in C are the addresses of a result and of an error.
+        """
         address = self._engine.get_function_address(name)
         numbers = [ctypes.c_int64] * len(SIGNATURES[name])
         call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *numbers)(address)
@@ -73,7 +76,7 @@ class Library:
 
 def _load(code: bytes) -> Any:
     """Load an object file and resolve everything that it calls in this process."""
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     return engine
@@ -169,7 +172,7 @@ def _features() -> str:
     return f"{llvm.get_host_cpu_features().flatten()},-prefer-256-bit"
 
 
-def _machine() -> Any:
+def _target_machine() -> Any:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_default_triple()
@@ -185,7 +188,7 @@ def main() -> None:
     settings.CPU_NAME, settings.CPU_FEATURES = llvm.get_host_cpu_name(), _features()
     from flower_ext_kernels import sgd
 
-    whole = llvm.parse_assembly(_UNCOUNTED)
+    linked = llvm.parse_assembly(_NO_REFERENCE_COUNTING)
     for name, arguments in SIGNATURES.items():
         compile_function = numba.cfunc(f"void({', '.join(arguments)})", error_model="numpy")
         compiled: Any = compile_function(getattr(sgd, name))
@@ -193,13 +196,13 @@ def main() -> None:
         # Export the function itself, because its wrapper would report errors to Python.
         module.get_function(compiled.native_name).linkage = "internal"
         module.get_function(compiled.native_name.removeprefix("cfunc.")).name = name
-        whole.triple, whole.data_layout = module.triple, module.data_layout
-        whole.link_in(module)
-    machine = _machine()
+        linked.triple, linked.data_layout = module.triple, module.data_layout
+        linked.link_in(module)
+    machine = _target_machine()
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
-    builder.getModulePassManager().run(whole, builder)
-    _check_runs_without_numba(whole)
-    code = machine.emit_object(whole)
+    builder.getModulePassManager().run(linked, builder)
+    _check_runs_without_numba(linked)
+    code = machine.emit_object(linked)
     _load(code)  # a crash must happen in this process, not in one that trains
     sys.stdout.buffer.write(code)
 

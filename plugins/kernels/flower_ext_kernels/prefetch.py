@@ -22,8 +22,8 @@ MOST_AT_ONCE = 24 * LINE
 
 
 @extending.intrinsic
-def _prefetch_line(context: Any, values: Any, place: Any) -> Any:
-    """Prefetch the cache line of one number, as `_prefetch` does."""
+def _prefetch_line(context: Any, values: Any, position: Any) -> Any:
+    """Prefetch the cache line of the number at ``position``; do not wait."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -40,9 +40,9 @@ def _prefetch_line(context: Any, values: Any, place: Any) -> Any:
 
 @jit
 def _prefetch(values: np.ndarray, begin: int, size: int) -> None:
-    """Let the processor fetch ``size`` values from ``begin`` into its caches; do not wait."""
-    for place in range(begin, min(begin + size, len(values)), LINE):
-        _prefetch_line(values, place)  # type: ignore[call-arg]  # the context comes from Numba
+    """Prefetch ``size`` values from position ``begin``; do not wait."""
+    for position in range(begin, min(begin + size, len(values)), LINE):
+        _prefetch_line(values, position)  # type: ignore[call-arg]  # the context comes from Numba
 
 
 @jit

@@ -197,8 +197,8 @@ def _train_job(
         forward_part = portions(prefetched, passes * step, parts)
         backward_part = portions(prefetched, passes * step + 1, parts) if passes > 1 else no_part
         # The order has all epochs. A step takes its rows from ``first_row`` of the current epoch.
-        epoch_order = carray(order, epoch_start + count)[epoch_start:]
-        rows = epoch_order[first_row:][: min(batch_size, count - first_row)]
+        epochs = carray(order, epoch_start + count)
+        rows = epochs[epoch_start + first_row :][: min(batch_size, count - first_row)]
         for number, row in enumerate(rows):
             copy(features[row], network_inputs[number * features.shape[1] :])
         needed = count_draws(layers, len(rows))

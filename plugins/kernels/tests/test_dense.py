@@ -42,15 +42,15 @@ def jobs(model, inputs, classes, batch_size, examples=11, scale=1.0):
     "widths", [(1, 1, 2), (5, 6, 4), (15, 16, 17), (33, 31, 11), (80, 26, 3), (97, 5, 10, 2)]
 )
 def test_layers_of_any_size_train_as_in_the_loop(widths, batch_size, compiled):
-    task, made = jobs(Widths(*widths), widths[0], widths[-1], batch_size)
-    same(train_many(task, made()), one_by_one(task, made()))
+    task, make_jobs = jobs(Widths(*widths), widths[0], widths[-1], batch_size)
+    same(train_many(task, make_jobs()), one_by_one(task, make_jobs()))
     assert len(compiled) == 3
 
 
 def test_huge_logits_give_the_same_gradients(compiled):
     """Their exponentials range from 1 to far below the smallest number of float32."""
-    task, made = jobs(Widths(40, 10), 40, 10, 4, scale=300.0)
-    ours, theirs = train_many(task, made()), one_by_one(task, made())
+    task, make_jobs = jobs(Widths(40, 10), 40, 10, 4, scale=300.0)
+    ours, theirs = train_many(task, make_jobs()), one_by_one(task, make_jobs())
     for one, other in zip(ours, theirs, strict=True):
         for name in other:
             torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-3)

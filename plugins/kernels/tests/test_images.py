@@ -60,8 +60,8 @@ class Positional(Usual):
         return self.head(torch.tanh(self.dense(x.flatten(1))))
 
 
-def odd() -> nn.Module:
-    """Odd windows, strides and padding, no bias, and pooling that overlaps or omits numbers."""
+def uneven() -> nn.Module:
+    """Uneven windows, strides and padding, no bias, and pooling that overlaps or omits numbers."""
     return nn.Sequential(
         nn.Conv2d(3, 5, (3, 2), stride=(1, 2), padding=(1, 0), bias=False),
         nn.Tanh(),
@@ -87,7 +87,7 @@ def wide() -> nn.Module:
     )
 
 
-def between() -> nn.Module:
+def with_dropout() -> nn.Module:
     """Dropout and norms after the images."""
     return nn.Sequential(
         nn.Conv2d(3, 4, 5, stride=2),
@@ -99,7 +99,7 @@ def between() -> nn.Module:
     )
 
 
-def normed() -> nn.Module:
+def with_norms() -> nn.Module:
     """Norms of images with groups of several sizes, and average pooling."""
     return nn.Sequential(
         nn.GroupNorm(3, 3),
@@ -134,7 +134,7 @@ def jobs(model, way, sizes=(9, 4, 12, 1), shape=(3, 12, 10)):
     ]
 
 
-USUAL = [Usual, odd, wide, between, normed]
+USUAL = [Usual, uneven, wide, with_dropout, with_norms]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_the_rest_is_frozen(part, compiled):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("model", [Usual, odd, normed])
+@pytest.mark.parametrize("model", [Usual, uneven, with_norms])
 def test_no_bit_depends_on_other_jobs_or_threads(model, threads, compiled):
     usual = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -185,10 +185,10 @@ def test_of_equal_values_the_first_receives_the_gradient(compiled):
     """An image of one colour has the same outputs everywhere."""
 
     def flat(model):
-        made = jobs(model, SGD)
-        for job in made:
+        trainings = jobs(model, SGD)
+        for job in trainings:
             job.examples.features[:] = 1.5
-        return made
+        return trainings
 
     ours = train_many(problem(Usual), flat(Usual))
     same(ours, one_by_one(problem(Usual), flat(Usual)))
@@ -196,11 +196,11 @@ def test_of_equal_values_the_first_receives_the_gradient(compiled):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("model", [Usual, odd, wide, between, normed])
+@pytest.mark.parametrize("model", [Usual, uneven, wide, with_dropout, with_norms])
 def test_a_diverged_model_stays_diverged_and_moves_no_bit_of_others(model, value, compiled):
-    made = jobs(model, SGD)
-    made[0].examples.features[2, 0, 3, 3] = value
-    broken, *others = train_many(problem(model), made)
+    trainings = jobs(model, SGD)
+    trainings[0].examples.features[2, 0, 3, 3] = value
+    broken, *others = train_many(problem(model), trainings)
     assert not all(bool(torch.isfinite(part).all()) for part in broken.values())
     for one, other in zip(others, train_many(problem(model), jobs(model, SGD))[1:], strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
@@ -241,20 +241,21 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("of", OTHERS)
-def test_other_layers_are_left_to_batches(of, compiled):
-    made = jobs(OTHERS[of], SGD, sizes=(8, 8, 8), shape=(3, 8, 8))
-    ours = train_many(problem(OTHERS[of]), made)
-    made = jobs(OTHERS[of], SGD, sizes=(8, 8, 8), shape=(3, 8, 8))
-    same(ours, one_by_one(problem(OTHERS[of]), made))
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_layers_are_left_to_batches(name, compiled):
+    def make_jobs():
+        return jobs(OTHERS[name], SGD, sizes=(8, 8, 8), shape=(3, 8, 8))
+
+    ours = train_many(problem(OTHERS[name]), make_jobs())
+    same(ours, one_by_one(problem(OTHERS[name]), make_jobs()))
     assert compiled == []
 
 
 def test_a_convolution_used_twice_is_left_to_batches():
     shared = nn.Conv2d(3, 3, 3, padding=1)
     model = nn.Sequential(shared, nn.ReLU(), shared, nn.Flatten(), nn.Linear(3 * 64, 10))
-    made = jobs(lambda: model, SGD, shape=(3, 8, 8))
-    assert network.form_for(problem(lambda: model), made[0]) is None
+    trainings = jobs(lambda: model, SGD, shape=(3, 8, 8))
+    assert network.form_for(problem(lambda: model), trainings[0]) is None
 
 
 @pytest.mark.parametrize(("threads", "gains"), [(1, True), (2, True), (3, False), (16, False)])
@@ -270,8 +271,8 @@ def test_a_large_network_alone_is_left_to_many_threads(threads, gains, monkeypat
 
 
 def test_working_memory_stays_within_its_limit():
-    made = jobs(Usual, replace(SGD, batch_size=12))
-    form = network.form_for(problem(Usual), made[0])
-    needed = form._working_bytes(made[2])
-    assert sorted(chain.from_iterable(form.groups(made, needed))) == [0, 1, 2, 3]
-    assert sorted(chain.from_iterable(form.groups(made, needed - 1))) == [0, 1, 3]
+    trainings = jobs(Usual, replace(SGD, batch_size=12))
+    form = network.form_for(problem(Usual), trainings[0])
+    needed = form._working_bytes(trainings[2])
+    assert sorted(chain.from_iterable(form.groups(trainings, needed))) == [0, 1, 2, 3]
+    assert sorted(chain.from_iterable(form.groups(trainings, needed - 1))) == [0, 1, 3]

@@ -11,7 +11,7 @@ from tests.support.imported_anew import run_anew
 
 
 @pytest.fixture
-def made(monkeypatch):
+def compilations(monkeypatch):
     """Count compilations instead of compiling, which takes half a minute."""
     calls = []
 
@@ -23,42 +23,42 @@ def made(monkeypatch):
     return calls
 
 
-def test_it_is_made_once_and_kept(made, tmp_path):
+def test_it_is_compiled_once_and_stored(compilations, tmp_path):
     folders = [tmp_path / "new" / "folder", tmp_path]
     assert native.compile_and_store(folders) == native.compile_and_store(folders) == folders[0]
     assert native._read_stored(folders) == b"object file"
-    assert len(made) == 1
+    assert len(compilations) == 1
     assert [path.suffix for path in folders[0].iterdir()] == [".o"]
 
 
-def test_no_training_waits_for_it(made, tmp_path, monkeypatch, caplog):
+def test_no_training_waits_for_it(compilations, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(native, "_folders", lambda: [tmp_path])
     monkeypatch.setattr(network, "_library", network._library.__wrapped__)
     monkeypatch.setattr(network.log, "propagate", True)
     with caplog.at_level("INFO", "flwr"):
         assert network._library() is None
-    assert made == []
+    assert compilations == []
     assert "python -m flower_ext_kernels" in caplog.text
 
 
-@pytest.mark.parametrize("harm", ["torn", "altered", "empty"])
-def test_a_damaged_file_is_made_again(harm, made, tmp_path):
+@pytest.mark.parametrize("damage", ["torn", "altered", "empty"])
+def test_a_damaged_file_is_compiled_again(damage, compilations, tmp_path):
     native.compile_and_store([tmp_path])
-    (kept,) = tmp_path.iterdir()
-    content = kept.read_bytes()
-    kept.write_bytes({"torn": content[:-1], "altered": content[:-1] + b"?", "empty": b""}[harm])
+    (stored,) = tmp_path.iterdir()
+    content = stored.read_bytes()
+    stored.write_bytes({"torn": content[:-1], "altered": content[:-1] + b"?", "empty": b""}[damage])
     with pytest.raises(native.NotCompiled, match="python -m flower_ext_kernels"):
         native._read_stored([tmp_path])
     native.compile_and_store([tmp_path])
-    assert len(made) == 2
-    assert kept.read_bytes() == content
+    assert len(compilations) == 2
+    assert stored.read_bytes() == content
 
 
-def test_another_version_is_other_code(made, tmp_path, monkeypatch):
+def test_another_version_is_other_code(compilations, tmp_path, monkeypatch):
     native.compile_and_store([tmp_path])
     monkeypatch.setattr(native, "version", lambda package: "another")
     native.compile_and_store([tmp_path])
-    assert len(made) == 2
+    assert len(compilations) == 2
 
 
 def test_a_change_to_any_module_is_other_code(tmp_path, monkeypatch):
@@ -76,7 +76,7 @@ def test_a_change_to_any_module_is_other_code(tmp_path, monkeypatch):
     assert len({*file_names}) == len(modules) + 2
 
 
-def test_where_nothing_can_be_written_the_next_folder_is_taken(made, tmp_path):
+def test_where_nothing_can_be_written_the_next_folder_is_taken(compilations, tmp_path):
     closed = tmp_path / "file"
     closed.write_text("")
     assert native.compile_and_store([closed, tmp_path / "open"]) == tmp_path / "open"
@@ -84,7 +84,7 @@ def test_where_nothing_can_be_written_the_next_folder_is_taken(made, tmp_path):
         native.compile_and_store([closed])
 
 
-def test_without_a_home_folder_machine_code_is_kept_beside_the_package(monkeypatch):
+def test_without_a_home_folder_machine_code_is_stored_beside_the_package(monkeypatch):
     def homeless():
         raise RuntimeError("Could not determine home directory.")
 

@@ -42,8 +42,8 @@ WAYS = {
 }
 
 
-class Odd(nn.Module):
-    """Odd widths that no kernel divides, layers without bias, activations as functions."""
+class Branching(nn.Module):
+    """A branch on the input, odd widths, layers without bias, activations as functions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Odd(nn.Module):
         return self.head(self.third(torch.sigmoid(self.second(x))).tanh())
 
 
-class Plain(Odd):
+class Plain(Branching):
     """The same network without a branch on its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ def narrow():
     return nn.Sequential(nn.Linear(64, 1), nn.Tanh(), nn.Linear(1, 10))
 
 
-def normed_between():
+def norms_between():
     """Return blocks of a norm, an activation and dropout."""
     return nn.Sequential(
         *(nn.Linear(64, 12), nn.GroupNorm(2, 12), nn.ReLU(), nn.Dropout(0.5)),
@@ -78,7 +78,7 @@ def normed_between():
     )
 
 
-def normed_around():
+def norms_around():
     """Return networks with other norms in other places, and dropout before an activation."""
     return nn.Sequential(
         *(nn.Dropout(0.1), nn.LayerNorm(64, elementwise_affine=False, eps=1e-3)),
@@ -93,11 +93,11 @@ def task(model=digits_mlp, loss=functional.cross_entropy):
 
 def jobs(model=digits_mlp, way=SGD, sizes=(9, 4, 1, 12), terms=lambda start: ()):
     """Return clients with their own data, starts and orders of batches."""
-    made = []
+    trainings = []
     for client, size in enumerate(sizes):
         random = torch.Generator().manual_seed(client)
         start = {n: p + 0.02 * client for n, p in task(model).initial_params(3).items()}
-        made.append(
+        trainings.append(
             Job(
                 params=start,
                 examples=Examples(
@@ -109,7 +109,7 @@ def jobs(model=digits_mlp, way=SGD, sizes=(9, 4, 1, 12), terms=lambda start: ())
                 terms=terms(start),
             )
         )
-    return made
+    return trainings
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -123,8 +123,8 @@ def test_the_same_model_comes_out(model, way, compiled):
 @pytest.mark.parametrize(
     ("model", "way"),
     grid(
-        product([normed_between, normed_around], WAYS),
-        lambda case: (case[0] is normed_around) == (case[1] in [*WAYS][::2]),
+        product([norms_between, norms_around], WAYS),
+        lambda case: (case[0] is norms_around) == (case[1] in [*WAYS][::2]),
     ),
 )
 def test_norms_and_dropout_are_those_of_the_loop(model, way, compiled):
@@ -134,27 +134,32 @@ def test_norms_and_dropout_are_those_of_the_loop(model, way, compiled):
     assert len(compiled) == 4
 
 
-@pytest.mark.parametrize("model", [digits_mlp, normed_between])
-def test_batch_invariant_training_depends_on_no_other_client_however_odd(model, compiled):
-    def trained(members, odd=None):
+@pytest.mark.parametrize("model", [digits_mlp, norms_between])
+def test_batch_invariant_training_depends_on_no_other_client_however_broken(model, compiled):
+    def trained(members, broken=None):
         chosen = [jobs(model, sizes=(16, 16, 5, 16, 9, 16))[member] for member in members]
         for member, job in zip(members, chosen, strict=True):
-            if member == odd:
+            if member == broken:
                 job.examples.features[:3] = float("nan")
         models = train_each(task(model), chosen, batch_invariant=True)
         return dict(zip(members, models, strict=True))
 
     whole = trained(range(6))
     assert len(compiled) == 6
-    for others in (trained([3, 0, 4]), trained([1]), trained(range(6), odd=3), trained([5, 2, 3])):
+    for others in (
+        trained([3, 0, 4]),
+        trained([1]),
+        trained(range(6), broken=3),
+        trained([5, 2, 3]),
+    ):
         for member, one in others.items():
             sound = all(p.isfinite().all() for p in one.values())
             for name, p in one.items():
                 assert torch.equal(p, whole[member][name]) or (member == 3 and not sound)
-    assert not all(p.isfinite().all() for p in trained(range(6), odd=3)[3].values())
+    assert not all(p.isfinite().all() for p in trained(range(6), broken=3)[3].values())
 
 
-@pytest.mark.parametrize("model", [normed_between, normed_around])
+@pytest.mark.parametrize("model", [norms_between, norms_around])
 def test_masks_follow_the_generator_and_nothing_else(model, compiled):
     torch.manual_seed(1)
     one = train_many(task(model), jobs(model))
@@ -296,9 +301,9 @@ def test_norms_train_as_any_other_part(chosen, way, compiled):
         return name.startswith(chosen)
 
     slow = replace(WAYS[way], learning_rate=0.05)
-    ours = train_many(task(normed_between), jobs(normed_between, slow), trained=trained)
-    same(ours, one_by_one(task(normed_between), jobs(normed_between, slow), trained))
-    start = jobs(normed_between)[0].params
+    ours = train_many(task(norms_between), jobs(norms_between, slow), trained=trained)
+    same(ours, one_by_one(task(norms_between), jobs(norms_between, slow), trained))
+    start = jobs(norms_between)[0].params
     assert all(torch.equal(ours[0][name], start[name]) != trained(name) for name in start)
     assert len(compiled) == 4
 
@@ -313,7 +318,7 @@ def test_images_are_flattened_and_all_may_be_views(compiled):
     images = torch.randn(28, 28, 1, 30, generator=random).permute(3, 2, 0, 1)
     digits = torch.arange(30) % 10
 
-    def made():
+    def make_jobs():
         return [
             Job(
                 params=task(mnist_mlp).initial_params(0),
@@ -324,15 +329,15 @@ def test_images_are_flattened_and_all_may_be_views(compiled):
             for start in range(2)
         ]
 
-    same(train_many(task(mnist_mlp), made()), one_by_one(task(mnist_mlp), made()))
+    same(train_many(task(mnist_mlp), make_jobs()), one_by_one(task(mnist_mlp), make_jobs()))
     assert len(compiled) == 2
 
 
 def test_inputs_stay_unchanged_and_results_share_no_memory(compiled):
-    made = jobs()
-    shared = made[0].params
+    trainings = jobs()
+    shared = trainings[0].params
     before = {name: p.clone() for name, p in shared.items()}
-    ours = train_many(task(), [replace(job, params=shared) for job in made])
+    ours = train_many(task(), [replace(job, params=shared) for job in trainings])
     for model in ours:
         for p in model.values():
             p.fill_(7.0)
@@ -363,17 +368,20 @@ def test_few_models_are_held_at_a_time(compiled):
 
 
 def test_what_dropout_draws_takes_room_too(compiled, monkeypatch):
-    made = jobs(normed_between, SGD, [9, 4, 40, 12])
-    form = network_of(normed_between, 64)
-    small, large = form.size + 2 * form._count_draws(made[0]), 2 * form._count_draws(made[2])
-    assert form.groups(made, 16 * small) == [[0], [1], [2], [3]]
-    assert form.groups(made, 16 * 2 * small) == [[0, 1], [2], [3]]
+    trainings = jobs(norms_between, SGD, [9, 4, 40, 12])
+    form = network_of(norms_between, 64)
+    small, large = (
+        form.size + 2 * form._count_draws(trainings[0]),
+        2 * form._count_draws(trainings[2]),
+    )
+    assert form.groups(trainings, 16 * small) == [[0], [1], [2], [3]]
+    assert form.groups(trainings, 16 * 2 * small) == [[0, 1], [2], [3]]
     monkeypatch.setattr(network, "_MOST_DRAWN", large - 1)
-    assert form.groups(made, 2**30) == [[0, 1, 3]]
+    assert form.groups(trainings, 2**30) == [[0, 1, 3]]
     slow = replace(SGD, learning_rate=0.05)
-    ours = train_many(task(normed_between), jobs(normed_between, slow, [9, 4, 40, 12]))
-    expected = jobs(normed_between, slow, [9, 4, 40, 12])
-    same(ours, one_by_one(task(normed_between), expected))
+    ours = train_many(task(norms_between), jobs(norms_between, slow, [9, 4, 40, 12]))
+    expected = jobs(norms_between, slow, [9, 4, 40, 12])
+    same(ours, one_by_one(task(norms_between), expected))
     assert len(compiled) == 3
 
 
@@ -381,7 +389,7 @@ def test_what_dropout_draws_takes_room_too(compiled, monkeypatch):
 @pytest.mark.parametrize("size", [1, 4, 9, 12])
 def test_as_much_is_drawn_as_dropout_needs(way, size, monkeypatch):
     """The layers of a training determine how many numbers it draws."""
-    (job,) = jobs(normed_between, replace(WAYS[way], learning_rate=0.05), [size])
+    (job,) = jobs(norms_between, replace(WAYS[way], learning_rate=0.05), [size])
     drawn = []
 
     def counted(count, generator):
@@ -389,9 +397,9 @@ def test_as_much_is_drawn_as_dropout_needs(way, size, monkeypatch):
         return draw_bits(count, generator)
 
     monkeypatch.setattr(dropout, "draw_bits", counted)
-    one_by_one(task(normed_between), [job])
-    (again,) = jobs(normed_between, WAYS[way], [size])
-    assert network_of(normed_between, 64)._count_draws(again) == sum(drawn)
+    one_by_one(task(norms_between), [job])
+    (again,) = jobs(norms_between, WAYS[way], [size])
+    assert network_of(norms_between, 64)._count_draws(again) == sum(drawn)
 
 
 def dropping_all():
@@ -469,7 +477,7 @@ def weight_normed():
     "model",
     [
         *(dropping_all, twice, buffered, normed, normed_elsewhere, activated_first),
-        *(activated_twice, mismatched, Odd),
+        *(activated_twice, mismatched, Branching),
         *(Again, tied, hooked, hooked_whole, weight_normed),
     ],
 )
@@ -515,29 +523,29 @@ def weighted(outputs, targets):
 
 @pytest.mark.parametrize("change", ["loss", "class", "kind", "dtype", "start"])
 def test_what_compiled_code_does_not_know_is_left_to_others(change):
-    given, made = task(), jobs()
-    assert network.form_for(given, made[0]) is not None
-    last = made[-1]
+    given, trainings = task(), jobs()
+    assert network.form_for(given, trainings[0]) is not None
+    last = trainings[-1]
     x, y = last.examples.features, last.examples.targets
     if change == "loss":
         given = task(loss=weighted)
     elif change == "class":  # ignored by cross_entropy
-        made[-1] = replace(last, examples=Examples(x, torch.where(y == 0, y, -100)))
+        trainings[-1] = replace(last, examples=Examples(x, torch.where(y == 0, y, -100)))
     elif change == "kind":
-        made[-1] = replace(last, examples=Examples(x, y.to(torch.uint8)))
+        trainings[-1] = replace(last, examples=Examples(x, y.to(torch.uint8)))
     elif change == "dtype":
-        made[-1] = replace(last, examples=Examples(x.double(), y))
+        trainings[-1] = replace(last, examples=Examples(x.double(), y))
     else:
-        made[-1] = replace(last, params={n: p.double() for n, p in last.params.items()})
-    form = network.form_for(given, made[0])
+        trainings[-1] = replace(last, params={n: p.double() for n, p in last.params.items()})
+    form = network.form_for(given, trainings[0])
     if change == "loss":
         assert form is None
     else:
-        assert form.takes(made) == [True] * (len(made) - 1) + [False]
+        assert form.takes(trainings) == [True] * (len(trainings) - 1) + [False]
 
 
 @pytest.fixture
-def asked_again():
+def detected_again():
     """Forget what was detected about this machine, before and after the test."""
     network._library.cache_clear()
     yield
@@ -545,7 +553,7 @@ def asked_again():
 
 
 @pytest.mark.parametrize(("of", "name"), [("machine", "arm64"), ("system", "Windows")])
-def test_another_machine_trains_in_batches(of, name, monkeypatch, asked_again):
+def test_another_machine_trains_in_batches(of, name, monkeypatch, detected_again):
     monkeypatch.setattr(network.platform, of, lambda: name)
     assert network.form_for(task(), jobs()[0]) is None
 
@@ -555,7 +563,7 @@ def not_compiled(folders):
 
 
 def test_without_machine_code_batches_train_the_same_models(
-    monkeypatch, asked_again, compiled, caplog
+    monkeypatch, detected_again, compiled, caplog
 ):
     ours = train_many(task(), jobs())
     assert len(compiled) == 4
