@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from flower_ext.data import ClientData, Examples
 from tests.support.apps import ULDP_FL
-from tests.support.user_counts import records_of, user_counts
+from tests.support.reference.uldp import records_of
+from tests.support.silos import histogram
 
 allocation = ULDP_FL.module("allocation")
 allocate = allocation.allocate
@@ -142,6 +143,6 @@ def test_dealt_silos_hold_their_allocated_examples_and_equal_shares_of_the_tests
     assert sorted(len(silo.test) for silo in silos) == [3, 4, 4]
     tests = torch.cat([silo.test.features.flatten() for silo in silos])
     assert sorted(tests.tolist()) == [*range(11)]
-    held = user_counts(silos, 4)
+    held = histogram(silos, 4)
     assert held.sum() == 30
     assert [len(rows) for rows in drawn.rows] == held.sum(axis=1).tolist()

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.apps import ULDP_FL
-from tests.support.user_counts import records_of
+from tests.support.reference.uldp import records_of
 
 allocate_within = ULDP_FL.module("fixed_silos").allocate_within
 

@@ -9,7 +9,7 @@ from flower_ext.privacy import AdversaryView, PrivacyUnit
 from flower_ext.runs import RunDirectory
 from tests.support.apps import ULDP_FL
 from tests.support.grids import grid
-from tests.support.user_counts import user_counts
+from tests.support.silos import histogram
 
 load_silos = ULDP_FL.module("silos").load_silos
 
@@ -142,7 +142,7 @@ def test_the_lattice_protocol_weighs_by_records_and_says_that_it_is_experimental
 @pytest.mark.full
 def test_limits_of_silos_reach_the_protocol(tmp_path):
     data = load_silos("digits", num_users=30, num_silos=5, distribution="uniform", seed=1)
-    limits = user_counts(data, 30).max(axis=1)
+    limits = histogram(data, 30).max(axis=1)
     facts = {"method": "uldp-avg-private", "rounds": 1, "max_records_per_user": int(limits.sum())}
     limited, unlimited = (
         run(tmp_path / kind, **facts, silo_record_limits=text)

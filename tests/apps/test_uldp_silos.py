@@ -13,7 +13,7 @@ from flower_ext.training.models import build
 from tests.support.apps import ULDP_FL
 from tests.support.grids import grid
 from tests.support.real_data import REAL
-from tests.support.user_counts import user_counts
+from tests.support.silos import histogram
 
 silos_ = ULDP_FL.module("silos")
 describe_silos, load_silos, silo_names = silos_.describe_silos, silos_.load_silos, silos_.silo_names
@@ -39,7 +39,7 @@ def test_every_example_lies_in_one_silo_whatever_the_distribution(name, distribu
     assert rows(silos) == rows(load_silos(name, num_silos=1))
     sizes = [len(silo.test) for silo in silos]
     assert max(sizes) - min(sizes) <= 1
-    held = user_counts(silos, info.num_users)
+    held = histogram(silos, info.num_users)
     assert held.shape == (info.num_silos, info.num_users)
     assert held.sum() == sum(len(silo.train) for silo in silos)
 
@@ -64,12 +64,12 @@ def test_users_of_few_labels_have_them_over_all_silos():
 
 def test_limited_silos_hold_at_most_k_records_a_user_together():
     silos = load_silos("digits", num_users=20, distribution="zipf")
-    held = user_counts(silos, 20)
+    held = histogram(silos, 20)
     limits = limit_contributions(held, 4, np.random.default_rng(0))
     kept = [
         s.limited(most, np.random.default_rng(1)) for s, most in zip(silos, limits, strict=True)
     ]
-    np.testing.assert_array_equal(user_counts(kept, 20), limits)
+    np.testing.assert_array_equal(histogram(kept, 20), limits)
     np.testing.assert_array_equal(limits.sum(axis=0), np.minimum(held.sum(axis=0), 4))
 
 
@@ -122,7 +122,7 @@ def test_mnist_of_another_size_has_no_known_test_images_and_is_refused(tmp_path)
 def test_the_real_silos_have_users_in_common(name, distribution):
     info = describe_silos(name)
     silos = load_silos(name, REAL, distribution=distribution, num_users=50)
-    held = user_counts(silos, 50)
+    held = histogram(silos, 50)
     assert ((held == 0) | (held >= info.records_per_user)).all()
     assert (np.count_nonzero(held, axis=0) > 1).sum() > 25
     if info.fixed_silos and distribution == "zipf":

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn import functional
 
 from flower_ext.training.models.dropout import LEVELS, levels_dropped
@@ -49,41 +49,6 @@ _ACTIVATIONS: Mapping[Any, int] = {
 }
 _IMAGE_DIMENSIONS = 3
 """An image has the dimensions channels, height and width."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """The position and shape of one parameter in the array that holds all numbers of a network.
-
-    In this array, the weight of a convolution has the shape (kernel height, kernel width, channels,
-    filters). In PyTorch it has the shape (filters, channels, kernel height, kernel width).
-    """
-
-    start: int
-    shape: torch.Size
-
-    @property
-    def slice(self) -> slice:
-        """Slice of the network's array that holds this parameter."""
-        return slice(self.start, self.start + self.shape.numel())
-
-    @property
-    def is_permuted(self) -> bool:
-        """True if the order of the parameter's numbers differs from PyTorch's."""
-        return len(self.shape) == 4
-
-    def lay_out(self, parameter: Tensor) -> Tensor:
-        """Return the numbers of a parameter in the order of the network's array."""
-        permuted = parameter.permute(2, 3, 1, 0) if self.is_permuted else parameter
-        return permuted.flatten()
-
-    def extract(self, rows: Tensor) -> Tensor:
-        """Return this parameter for all networks, stacked; ``rows`` has one network per row."""
-        numbers = rows[:, self.slice]
-        if not self.is_permuted:
-            return numbers.view(-1, *self.shape)
-        filters, channels, height, width = self.shape
-        return numbers.view(-1, height, width, channels, filters).permute(0, 4, 3, 1, 2)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from logging import getLogger
 from typing import Any
@@ -33,7 +34,7 @@ from flower_ext.training.params import Params, Sizes, sizes
 from flower_ext.training.problem import affine
 from flower_ext.training.task import Task
 from flower_ext.training.trials.single_rows import refusing_layer
-from flower_ext_kernels.chain import Layer, Part, recognise_chain
+from flower_ext_kernels.chain import Layer, recognise_chain
 from flower_ext_kernels.layer_table import (
     ACTIVATION,
     BIAS,
@@ -74,6 +75,41 @@ second is computed for 4 to 16 threads, from 110 GFLOP/s in this plug-in, and fr
 thread and 0.12 ms per step in PyTorch.
 """
 _NO_OFFSET, _NO_DRAWS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The position and shape of one parameter in the array that holds all numbers of a network.
+
+    In this array, the weight of a convolution has the shape (kernel height, kernel width, channels,
+    filters). In PyTorch it has the shape (filters, channels, kernel height, kernel width).
+    """
+
+    start: int
+    shape: torch.Size
+
+    @property
+    def slice(self) -> slice:
+        """Slice of the network's array that holds this parameter."""
+        return slice(self.start, self.start + self.shape.numel())
+
+    @property
+    def is_permuted(self) -> bool:
+        """True if the order of the parameter's numbers differs from PyTorch's."""
+        return len(self.shape) == 4
+
+    def lay_out(self, parameter: Tensor) -> Tensor:
+        """Return the numbers of a parameter in the order of the network's array."""
+        permuted = parameter.permute(2, 3, 1, 0) if self.is_permuted else parameter
+        return permuted.flatten()
+
+    def extract(self, rows: Tensor) -> Tensor:
+        """Return this parameter for all networks, stacked; ``rows`` has one network per row."""
+        numbers = rows[:, self.slice]
+        if not self.is_permuted:
+            return numbers.view(-1, *self.shape)
+        filters, channels, height, width = self.shape
+        return numbers.view(-1, height, width, channels, filters).permute(0, 4, 3, 1, 2)
 
 
 class CompiledNetwork:
@@ -125,17 +161,17 @@ class CompiledNetwork:
         A group is as large as the memory for its models and random numbers permits. Jobs that
         `takes` refuses, or that need too much memory while they train, are in no group.
         """
-        most, remaining = min(_MOST_TOGETHER * self._count_threads(), memory_limit // 16), 0
+        group_limit, remaining = min(_MOST_TOGETHER * self._count_threads(), memory_limit // 16), 0
         groups: list[list[int]] = []
         for index, taken in enumerate(self.takes(jobs)):
-            drawn = self._count_draws(jobs[index]) if taken else 0
-            large = 2 * drawn > _MOST_DRAWN or self._working_bytes(jobs[index]) > memory_limit
+            num_draws = self._count_draws(jobs[index]) if taken else 0
+            large = 2 * num_draws > _MOST_DRAWN or self._working_bytes(jobs[index]) > memory_limit
             if not taken or large:
                 continue
-            needed = self.size + 2 * drawn
+            needed = self.size + 2 * num_draws
             if not groups or needed > remaining:
                 groups.append([])
-                remaining = most
+                remaining = group_limit
             groups[-1].append(index)
             remaining -= needed
         return groups

@@ -37,6 +37,7 @@ from tests.support.losing import Losing, stage_of
 from tests.support.silos import COMMON, LOCAL, SEED, SILOS, USERS, plan, silo, silos, task
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder
+from tests.support.uldp_runs import without
 
 ALL = SecureSum(colluding=0.0, dropouts=0.0)
 SERVER_RATE = COMMON["server"].learning_rate
@@ -117,17 +118,6 @@ def cells_of(data, weighting="by-records", norm=0.01, local=LOCAL):
         patch.setattr(silo_training, "add_users", kept)
         run(strategy, data)
     return cells, norm / strategy.run.mechanism.masked.cell
-
-
-def without(user, data):
-    """Return the silos' data without the records of one user."""
-
-    def without_user(one):
-        kept = one.owners != user
-        train = Examples(one.train.features[kept], one.train.targets[kept])
-        return SiloData(train=train, test=one.test, owners=one.owners[kept])
-
-    return [without_user(one) for one in data]
 
 
 @pytest.mark.parametrize("weighting", ["equal", "by-records"])

@@ -137,8 +137,8 @@ def group(silos, start, limits, training, *, seed, rounds, server_rate):
                 taken = np.flatnonzero(drawn.random(len(data)) < training.sampling_rate)
                 step = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in model.items()}
                 for row in taken:
-                    limit = against_gradient(model, data.subset([row]))
-                    for n, g in clipped(limit, training.clipping_norm).items():
+                    descent = against_gradient(model, data.subset([row]))
+                    for n, g in clipped(descent, training.clipping_norm).items():
                         step[n] -= g
                 stddev = training.noise_multiplier * training.clipping_norm
                 step = noise.add_gaussian(step, stddev)
@@ -149,3 +149,12 @@ def group(silos, start, limits, training, *, seed, rounds, server_rate):
         for n in world:
             world[n] = (world[n].double() + server_rate * total[n] / len(silos)).float()
     return world
+
+
+def records_of(owners, users):
+    """Return n_{s,u} (silos, users), counted one by one."""
+    counts = np.zeros((len(owners), users), dtype=int)
+    for silo, of_records in enumerate(owners):
+        for owner in of_records:
+            counts[silo, owner] += 1
+    return counts
