@@ -29,7 +29,7 @@ def is_integer(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on a value: the words for its error, and the function that tests it."""
+    """A condition on a value: a function that tests the value, and the text of its error."""
 
     expected: str
     accepts: Callable[[Any], bool]

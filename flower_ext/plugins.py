@@ -39,6 +39,6 @@ def offered(group: str) -> tuple[Any, ...]:
 
 
 def how_to_install(distribution: str) -> str:
-    """Return the words by which a person installs a plug-in of this project, with any extras."""
+    """Return a text that says how to install a plug-in of this project, with any extras."""
     folder = distribution.replace("flower-ext-", "./plugins/")
     return f"pip install {quote(distribution)}, or {quote(folder)} in a checkout"

@@ -117,7 +117,7 @@ class Centaur(DP2FedSAM):
 
 @dataclass(frozen=True, kw_only=True)
 class FedRep(Centaur):
-    """Personal heads on a shared representation, both trained by plain SGD as in `Centaur`.
+    """Personal heads on a shared representation. Plain SGD trains all parts, as in `Centaur`.
 
     Only the defaults differ from `Centaur`: a client trains its head for ten epochs and the
     representation for one. Both classes accept the plans that `FedPer` accepts.

@@ -103,7 +103,7 @@ class DPDitto(Method):
     @property
     def training(self) -> Mapping[str, LocalTraining]:
         """The phases of local training: the local model, then the personal model."""
-        # At λ = 2 this rate is 0, which `LocalTraining` refuses, and no training needs it.
+        # At λ = 2 this rate is 0. `LocalTraining` refuses 0, and no training needs this rate.
         rate = self.personal_training.learning_rate * (1 - self.global_weight / 2)
         scaled = replace(self.personal_training, learning_rate=rate) if rate else None
         return {"local": self.local, "personal": scaled or self.personal_training}

@@ -12,8 +12,8 @@ paper                 here
 m                     ``plan.sampling.population``
 ====================  =====================================================
 
-Client and server both use θ_k as it left the client, after clipping and noise. So h stays the mean
-of the gradients in the clients' memories, unless the server itself clips or adds noise.
+The client and the server use θ_k as the client sent it, after clipping and noise. So h stays the
+mean of the gradients in the clients' memories, unless the server itself clips or adds noise.
 """
 
 from __future__ import annotations

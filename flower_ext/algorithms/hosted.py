@@ -1,4 +1,4 @@
-"""Let a Flower strategy compute each new model, while this package does the rest of the round.
+"""Use a Flower strategy to compute each new model; this package does the rest of the round.
 
 This package draws the cohorts, and checks the replies before the strategy sees them.
 """
@@ -88,7 +88,7 @@ class Hosted(DPFedAvg):
             object.__setattr__(self, "local", replace(self.local, proximal_weight=weight))
 
     def check(self, plan: PrivacyPlan) -> None:
-        """Refuse cohorts of random size, and cohorts that are too small for the Flower strategy."""
+        """Refuse cohorts that have a random size, or that are too small for the Flower strategy."""
         if isinstance(plan.sampling, PoissonSampling):
             raise InvalidValue(
                 "the plan's sampling is PoissonSampling: expected FixedSizeSampling or "

@@ -102,9 +102,10 @@ class _FlowerBase:
 
 
 class _PackageBase:
-    """A base strategy of this package. Its clients may receive other arrays, such as SCAFFOLD's c.
+    """A base strategy of this package.
 
-    The authors of Upcycled-FL extrapolate both in their experiments.
+    Besides the model, its clients may receive other arrays, such as SCAFFOLD's c. In their
+    experiments, the authors of Upcycled-FL extrapolate the model and c.
     """
 
     def __init__(self, strategy: FederatedStrategy) -> None:
@@ -275,9 +276,9 @@ def extrapolated(before: Arrays, after: Arrays, coefficient: float) -> Arrays:
 def _follow(base: Strategy, arrays: ArrayRecord) -> None:
     """If the base keeps a copy of the global model, replace the copy by the extrapolated model.
 
-    FedAvgM keeps such a copy, because it reads the model that the server passes to it in its first
-    round only. The function also looks inside Flower's wrappers for differential privacy, whose
-    attribute ``strategy`` is the wrapped strategy.
+    FedAvgM keeps such a copy, because only in its first round does it read the model that the
+    server passes to it. The function also looks inside Flower's wrappers for differential privacy:
+    their attribute ``strategy`` is the wrapped strategy.
     """
     if isinstance(base, FedAvgM) and base.current_arrays is not None:
         base.current_arrays = arrays.copy()

@@ -50,10 +50,10 @@ _PATIENCE = 180
 def launch(run: PreparedRun, *, env: Mapping[str, str] | None = None) -> Path | None:
     """Run an app and stream its log; return its run directory, or None if no setting names it.
 
-    On a SuperLink that the options name, the directory is on the machine of the ServerApp. ``env``
-    has variables for Flower's commands; by default `environment`. A failure is recorded in
-    the run directory, and raises `LaunchFailed`. An interruption raises `Interrupted`, whose
-    message says how to continue the run.
+    If the options name a SuperLink, the directory is on the machine of the ServerApp. ``env`` has
+    variables for Flower's commands; by default `environment`. A failure is recorded in the run
+    directory, and raises `LaunchFailed`. An interruption raises `Interrupted`, with a message that
+    says how to continue the run.
     """
     options, log = run.options, RunLog()
     # A SuperLink that others started may have to outlive this command.
@@ -153,7 +153,7 @@ def _note_failure(run: PreparedRun, reason: str) -> bool:
 
 
 def command_to_resume(options: RunOptions, path: Path | str | None) -> list[str]:
-    """Return the words of a command that continues a run with the same settings."""
+    """Return the arguments of a command that continues a run with the same settings."""
     words, settings = ["flower-ext", "run", str(options.app)], [*options.settings]
     words += [options.superlink] if options.superlink else []
     words += ["--in-process"] if options.in_process else []
@@ -291,7 +291,7 @@ class _Flwr:
             time.sleep(3)
 
     def stop(self, run_id: str) -> None:
-        """Stop a run, which would outlive this command and spend privacy budget."""
+        """Stop a run, because it would outlive this command and spend privacy budget."""
         try:
             answer = self.answer("stop", run_id)
             if not answer.get("success"):

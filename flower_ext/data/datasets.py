@@ -82,7 +82,7 @@ def names() -> list[str]:
 
 
 def describe(name: str) -> DatasetInfo:
-    """Return facts about a data set.
+    """Return the description of a data set.
 
     Raises
     ------
@@ -98,7 +98,7 @@ def load(name: str, folder: Path | None = None) -> Examples:
 
     A file ``NAME.npz`` has two arrays: images ``x`` of type uint8 and of shape (n, height, width)
     or (n, height, width, 3), and labels ``y`` of shape (n,). Instead, it may have ``x_train``,
-    ``y_train``, ``x_test`` and ``y_test``; the function joins both parts. It reads ``mnist`` and
+    ``y_train``, ``x_test`` and ``y_test``; the function joins the two parts. It reads ``mnist`` and
     ``fashion-mnist`` also from their four usual files. ``femnist`` has the digits of FEMNIST, and
     ``letters`` has images of ten letters, one class each, for example a e i o u A E I O U of NIST.
 
@@ -242,8 +242,8 @@ def _examples(name: str, info: DatasetInfo, images: np.ndarray, labels: np.ndarr
         )
     if not np.isin(labels, np.arange(info.num_classes)).all():
         raise InvalidValue(
-            f"{name}: expected labels 0 … {info.num_classes - 1}, but the file has others; get it "
-            "again"
+            f"{name}: expected labels 0 … {info.num_classes - 1}, but the file has other "
+            "labels; get the file again"
         )
     # Convert once and scale in place, because every worker process holds a copy of the data set.
     pixels = torch.from_numpy(np.ascontiguousarray(channels_first)).float().div_(255)

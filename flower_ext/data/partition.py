@@ -4,8 +4,9 @@
 return an array of indices for each client; no example is assigned twice. ``pathological``,
 ``dirichlet`` and ``split`` read a target as a class: one number, and not NaN.
 
-flwr-datasets has partitioners of the same names, but they read Hugging Face tables. In its
-pathological partition, some classes may go to more clients than others, or to none.
+flwr-datasets has partitioners of the same names, but they read Hugging Face tables. The
+pathological partition of flwr-datasets may give some classes to more clients than others, or to
+none.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ def split(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of one client's training examples, and of its test examples.
 
-    Both have about the same share of each class, and neither is empty.
+    The two sets have about the same share of each class, and neither is empty.
 
     Raises
     ------

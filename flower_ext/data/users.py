@@ -181,14 +181,15 @@ def _scrambled(numbers: np.ndarray) -> np.ndarray:
 def group_size(histogram: np.ndarray, size: int | Literal["max", "median"]) -> int:
     """Return k for ULDP-GROUP-k.
 
-    If ``size`` is a number, k is this number. If ``size`` is a word, k is the maximum or the median
-    of the users' numbers of records in all silos together. The median leaves out users without a
-    record, and is rounded down. ``histogram`` has the number of each user's records in each silo.
+    If ``size`` is a number, k is this number. If ``size`` is "max" or "median", k is the maximum or
+    the median of the users' numbers of records in all silos together. The median leaves out users
+    without a record, and is rounded down. ``histogram`` has the number of each user's records in
+    each silo.
 
     Raises
     ------
     ValueError
-        The number is below 1, the word is unknown, or there is no record.
+        ``size`` is below 1 or an unknown text, or there is no record.
     """
     if isinstance(size, Integral) and not isinstance(size, bool) and size >= 1:
         return int(size)

@@ -42,7 +42,7 @@ _simulated_here = False
 
 
 def become_server_of(run_id: int) -> None:
-    """Let this process create messages; Flower permits that only to a process of a run."""
+    """Turn this process into the server of run ``run_id``, so that it can create messages."""
     global _simulated_here
     _simulated_here = True
     TaskIdentity.task_id = 1

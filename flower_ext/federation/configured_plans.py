@@ -51,7 +51,7 @@ def non_private_plan(settings: TrainingSettings, sampling: Sampling) -> NonPriva
     Raises
     ------
     UnfitSetting
-        The settings ask for secure sums, which need clipped and noised updates.
+        The settings ask for secure sums, but these need clipped and noised updates.
     """
     if isinstance(settings, ReleaseSettings):
         for name in ("aggregation", "evaluation"):

@@ -26,7 +26,7 @@ log = getLogger("flwr")
 def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
     """Store ``arrays`` as the model to send. At the first call, connect to the clients, too.
 
-    Refuse a model that does not fit the method, and nodes that do not fit the plan.
+    Raise an error if the model does not fit the method, or if the nodes do not fit the plan.
     """
     run.model = run.shared_part(arrays)
     run.clients.grid = grid
@@ -80,8 +80,9 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
 def leave_out_withdrawn(run: Run) -> None:
     """Tell clients that withdrew to delete their memory, and ask these clients nothing else.
 
-    The account notes which clients confirm the deletion; the next run tells the others again. A
-    silo stays when one of its users withdraws, and leaves the user out of its answers to questions.
+    The account notes which clients confirm the deletion; the next run asks the other clients
+    again. A silo stays when one of its users withdraws, and leaves the user out of its answers to
+    questions.
     """
     account, clients = run.spending.account, run.clients
     if run.method.traits.num_silos:

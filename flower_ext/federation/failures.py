@@ -118,8 +118,8 @@ def unlogged(*texts: str) -> Iterator[None]:
 def public_reason(error: Error) -> str:
     """Return what the server may log about an error reply: the last line of its text, if any."""
     if error.code == CLIENT_APP_RAISED:
-        # If the ClientApp is not of this package, Flower sends the exception's text, which may
-        # contain a training record.
+        # If the ClientApp is not of this package, Flower sends the exception's text, and this text
+        # may contain a training record.
         return REASON_WITHHELD
     *_, last = (error.reason or "").strip().splitlines() or [str(error.code)]
     if error.code == MOD_REFUSED:

@@ -182,7 +182,7 @@ class Method(Checked):
 
     @property
     def evaluation_training(self) -> Mapping[str, LocalTraining]:
-        """Phases of training on a client before it evaluates; none by default."""
+        """Phases of training that a client runs before it evaluates; by default, no phase."""
         return {}
 
     @property
@@ -321,7 +321,7 @@ class Method(Checked):
         return run
 
     def published(self, plan: PrivacyPlan, run: RunSummary) -> Sequence[Guarantee]:
-        """Return the guarantees that the method's paper claims for a run; none by default."""
+        """Return the guarantees that the method's paper claims for a run; empty by default."""
         return ()
 
     def claims(

@@ -109,7 +109,7 @@ def refuse_tied(record: ArrayRecord) -> None:
 
 
 def refuse_half_precision(arrays: Mapping[str, np.ndarray]) -> None:
-    """Refuse half precision, which is too coarse for the grid on which noised uploads add up."""
+    """Refuse half precision: it is too coarse for the grid on which noised uploads add up."""
     for name, array in arrays.items():
         if np.issubdtype(array.dtype, np.floating) and array.dtype.itemsize < 4:
             raise UnshareableModel(

@@ -22,7 +22,7 @@ _PACKED = "packed"
 _PER_NODE, _SLOTS, _KINDS = "clients-per-node", "slot", "type"
 """Entries of a request: number of clients on the node, and each request's client and type."""
 _CODES, _REASONS = "error-code", "error-reason"
-"""Entries of a reply: each client's error; the code 0 stands for none."""
+"""Entries of a reply: each client's error; the code 0 stands for no error."""
 _RECORDS = "records"
 """Entry of requests and of replies: for each client, a text. Each line of the text holds the number
 and the name of one of the client's records."""

@@ -146,14 +146,14 @@ class HiddenUsers(UsersInSilos):
         self.shows_users = drawn_by_server
 
     def draw(self, rng: np.random.Generator) -> Cohort:
-        """Draw indices in the silos' secret order; if the server draws none, return all users."""
+        """Draw indices in the silos' secret order; if the silos draw, return all users."""
         if self.shows_users:
             return super().draw(rng)
         users = range(self.sampling.population)
         return Cohort(partitions=range(self.num_nodes), units=users, population=len(users))
 
     def without(self, cohort: Cohort, withdrawn: Collection[int]) -> Cohort:
-        """Return the whole cohort: the silos, which know the order, leave out users that left."""
+        """Return the whole cohort: only silos know the order, so they leave out withdrawn users."""
         return cohort
 
     def count(self, units: Sequence[int], uploads: int, *, requests: int) -> None:

@@ -294,8 +294,8 @@ class recorded:
                 if kept.status == "completed" and num_rounds <= done:
                     raise InvalidValue(
                         f"{self._path} holds a run that is complete, after {done} rounds: for a "
-                        "new run, give recorded(...) a different name, or none; to continue this "
-                        f"run, replace num_rounds={num_rounds} by a number above {done}"
+                        "new run, give recorded(...) a different name, or no name; to continue "
+                        f"this run, replace num_rounds={num_rounds} by a number above {done}"
                     )
             config |= {"run-directory": str(self._path), "resume": True}
         with recorded_run(config, method, self._callbacks) as directory:

@@ -227,7 +227,8 @@ def bytes_record(name: str, data: bytes) -> ArrayRecord:
 def single_message(arrays: Arrays, *names: str) -> tuple[str, bytes]:
     """Return the name and the bytes of the only array in a record that `bytes_record` made.
 
-    Refuse any other number of arrays, an array that is not bytes, and a name not in ``names``.
+    Raise an error if the record does not hold exactly one array, if the array does not hold bytes,
+    or if its name is not in ``names``.
     """
     with knowing_no_data():
         if len(arrays) == 1:

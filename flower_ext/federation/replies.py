@@ -29,7 +29,7 @@ LONGEST_REASON = 1_000
 
 
 class RefusedReply(InvalidValue):
-    """A reply that must not be aggregated; the message says why."""
+    """A reply that the server does not aggregate; the message says why."""
 
 
 def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models: bool) -> Update:

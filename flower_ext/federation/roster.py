@@ -115,13 +115,13 @@ class Roster:
     ) -> Roster:
         """Wait for ``population`` nodes and ask each node once for its partition.
 
-        If a node runs several clients (see `VirtualGrid`), ask only the first. The ids and the
-        partitions of the others follow in order. If ``mods`` is True and no ClientApp of this
-        package answers, ask for a mod of this package. The nodes of ``absent`` partitions may be
-        missing, because their clients withdrew.
+        If a node runs several clients (see `VirtualGrid`), ask only its first client. The ids and
+        partitions of its other clients follow in order. If ``mods`` is True and no ClientApp of
+        this package answers, ask for a mod of this package. The nodes of ``absent`` partitions may
+        be missing, because their clients withdrew.
 
-        Refuse two nodes that claim one partition, a partition out of range, and answers from only
-        some of the nodes. Only a node's first answer counts.
+        Raise an error if two nodes claim one partition, if a partition is out of range, or if only
+        some of the nodes answer. Only a node's first answer counts.
         """
         least = population - len(absent)
         nodes = wait_for_nodes(grid, population, least=least, timeout=timeout)

@@ -1,7 +1,7 @@
 """One round that releases a mean: open the sum, ask clients, read and add up their answers.
 
-A training round is such a round, and so is an evaluation under noise. A `TrainingRound` asks a
-cohort to train, and the server's step moves the model by the mean. Rounds of other kinds are in
+Training rounds and evaluations under noise are such rounds. A `TrainingRound` asks a cohort to
+train, and the server's step moves the model by the mean. Rounds of other kinds are in
 `query_round`.
 """
 
@@ -119,7 +119,7 @@ class Round:
 
 
 class TrainingRound:
-    """One training round of a run, whose clients are connected.
+    """One training round of a run. The run's clients are connected already.
 
     Cohorts, stragglers, batches and learning rates depend on the number of the training round. A
     strategy that trains in some rounds only, such as `Upcycled`, therefore trains as it would
@@ -143,8 +143,8 @@ class TrainingRound:
     def ask(self, config: ConfigRecord) -> Iterable[Message]:
         """Draw the cohort, record the privacy cost on disk, and return the messages to the cohort.
 
-        If the round would exceed the budget, or the rounds that the sums permit, raise
-        `BudgetExhausted`, and send nothing.
+        Raise `BudgetExhausted` if the round would exceed the privacy budget, or if the run's sum
+        permits no more rounds. No client has then learnt of the round.
         """
         run, training_round, server_round = self.run, self.training_round, self.server_round
         if training_round == 1:

@@ -55,7 +55,7 @@ _WRAPPER = "wrapper."
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions(Checked):
-    """Options of a `FederatedStrategy`, whose docstring describes them."""
+    """Options of a `FederatedStrategy`; its docstring describes them."""
 
     seed: int | None
     seeded_noise: bool
@@ -122,7 +122,7 @@ class Run:
     client_metrics: dict[int, dict[str, float]] = field(default_factory=dict, init=False)
     """Newest scores by partition."""
     remembered: dict[int, int] = field(default_factory=dict, init=False)
-    """By partition, the last training round that stored memory and whose reply the server used."""
+    """By partition, the last round in which the client stored memory and its reply was used."""
     answers: dict[str, Mapping[str, float]] = field(default_factory=dict, init=False)
     """Newest answers to queries outside training, by the queries' names."""
     ever_answered: bool = field(default=False, init=False)
@@ -130,7 +130,7 @@ class Run:
     last_round: int | None = field(default=None, init=False)
     """Number of the last round, which is always evaluated; None outside `RunLoop.start`."""
     stopped: str | None = field(default=None, init=False)
-    """The reason why a budget ended the run; None if none did."""
+    """The reason why a budget ended the run; None if no budget did."""
     companions: dict[str, records.Arrays] = field(default_factory=dict, init=False)
     """Groups of arrays, by name, that a wrapper of the strategy keeps in the run's checkpoints."""
     _shared: dict[str, tuple[Any, ...]] = field(default_factory=dict, init=False)
@@ -279,7 +279,7 @@ class Run:
         )
 
     def note_size(self, partition: int, num_examples: int) -> None:
-        """Note a client's number of training examples; a later, larger report must not lower ε."""
+        """Record a client's smallest reported num_examples, because a larger one would lower ε."""
         smallest = min(num_examples, self.num_examples.get(partition, num_examples))
         self.num_examples[partition] = smallest
 

@@ -19,8 +19,8 @@ from flower_ext.privacy.withdrawal import withdrawn
 class Spending:
     """The privacy that one run may spend and has spent.
 
-    Runs on the same population may share a budget, whose account then records what they spend
-    together (`claims.charge`).
+    Runs on the same population may share a budget. The budget's account then records what
+    these runs spend together (`claims.charge`).
     """
 
     ledger: Ledger | None

@@ -55,9 +55,9 @@ class Stragglers(Checked):
         return {i: float(drawn[i, 1]) for i in slow}
 
     def check(self, trainings: Iterable[LocalTraining], *, protects: bool) -> None:
-        """Refuse training that no straggler could stop early, and ``exact`` under a private plan.
+        """Raise an error if no straggler could stop this training early.
 
-        ``protects`` is True if the plan promises privacy.
+        Also raise one if ``exact`` is set although the plan promises privacy (``protects``).
         """
         if self.exact and protects:
             raise InvalidValue(

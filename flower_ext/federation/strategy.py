@@ -283,17 +283,18 @@ class FederatedStrategy(Strategy):
         return loop.start(initial_arrays)
 
     def record_in(self, directory: RunWriter, *, limit: Budget | None = None) -> None:
-        """Make a run, before it begins, write its files and its ledger to ``directory``.
+        """Set the directory to which a run writes its files and its ledger.
 
-        ``limit`` is the budget of the new ledger. A plan that makes no releases has no ledger:
-        ``limit`` then becomes the budget of the run, unless the run has one already.
+        Call this method before the run begins. ``limit`` is the budget of the new ledger. A plan
+        that makes no releases has no ledger: ``limit`` then becomes the budget of the run, unless
+        the run has one already.
         """
         self.run = self.run.recorded_in(directory, limit=limit)
 
     def guarantees(self) -> list[Guarantee]:
         """Return the published and the provable guarantees of all rounds so far.
 
-        The provable guarantees use the participations of this run, which depend on nobody's data.
+        The provable guarantees use the participations of this run. These depend on nobody's data.
         """
         return guarantees_of(self.run)
 
@@ -304,7 +305,7 @@ class FederatedStrategy(Strategy):
 
     @property
     def stopped(self) -> str | None:
-        """The reason why a budget ended the run; None if none did."""
+        """The reason why a budget ended the run; None if no budget did."""
         return self.run.stopped
 
     @property

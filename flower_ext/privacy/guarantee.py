@@ -1,6 +1,6 @@
 """Guarantees: an ε with its unit, relation, view, δ, accountant and assumptions.
 
-Published and provable guarantees have the same fields. Reports show both if they disagree.
+Published and provable guarantees have the same fields. If they differ, reports show both.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class MethodTraits:
     updates_ignore_memory: bool = True
     """True if updates do not depend on anything that a client keeps between rounds."""
     upload_phase: str | None = None
-    """Name of the phase of local training that alone determines the upload; None if none does."""
+    """Name of the training phase that alone determines the upload; None if no phase does."""
     num_silos: int | None = None
     """Number of silos among which each unit's data are divided; None if the units are clients."""
     weighting: str = ""

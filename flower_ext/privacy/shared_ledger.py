@@ -27,7 +27,7 @@ from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 
 
 class DoesNotCompose(InvalidValue):
-    """The charge has a different unit or relation than the account, so no single ε covers both."""
+    """The charge's unit or relation differs from the account's, so no ε covers all charges."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def check_charged(path: Path, run: str, rounds: Mapping[str, int]) -> None:
 
 
 def entries_of(path: Path) -> list[dict[str, Any]]:
-    """Return an account's verified entries; none if there is no file."""
+    """Return an account's verified entries; an empty list if there is no file."""
     return Ledger.read(path) if path.exists() else []
 
 

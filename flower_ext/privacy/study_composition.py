@@ -84,7 +84,7 @@ def _joint_guarantee(
     delta: float,
     source: str,
 ) -> Guarantee:
-    """Return the guarantee of several runs together, whose parts for one view are ``members``.
+    """Return the joint guarantee of several runs against one view; ``members`` are their parts.
 
     Nothing is promised if a part is unbounded, or if any run in the account trained without noise.
     """

@@ -171,10 +171,10 @@ def mean_and_std(values: Sequence[float], *, digits: int = 3) -> str:
 
 
 def _epsilon(runs: Sequence[_Measured], basis: str) -> str:
-    """Return the largest ε as a text with unit, view and δ; "none" if a run has no guarantee.
+    """Return the largest ε among the runs as text, with its unit, its view and the runs' δ.
 
-    If a run has guarantees against an adversary that sees released models, this function ignores
-    the run's other guarantees.
+    The text is "none" if a run has no guarantee of this ``basis``. If a run has guarantees against
+    an adversary that sees released models, this function ignores the run's other guarantees.
     """
     largest: list[Guarantee] = []
     for run in runs:

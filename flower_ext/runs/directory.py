@@ -167,7 +167,7 @@ class RunDirectory:
         return bool(self.metrics()) or any(m.exists() and m.stat().st_size for m in marks)
 
     def ledger(self) -> list[dict[str, Any]]:
-        """Return the ledger's verified entries; none for a run without privacy."""
+        """Return the ledger's verified entries; an empty list if the run has no ledger."""
         return Ledger.read(self.ledger_path) if self.ledger_path.exists() else []
 
     def metrics(self) -> Rounds:

@@ -192,7 +192,7 @@ def _ledger_counts(entries: list[dict[str, Any]]) -> tuple[int, ...]:
 
 
 def _run_row(run: RunSpend) -> tuple[str, ...]:
-    """Return one run's row in the table of runs, whose header is `_RUN_COLUMNS`."""
+    """Return one run's row in the table of runs, under the header `_RUN_COLUMNS`."""
     if run.epsilon is None or run.delta is None:
         return run.label, run.method, "–", "–", "not covered", *["–"] * (len(_VIEWS) - 1)
     epsilons = {**run.epsilons, AdversaryView.RELEASED_MODELS: run.epsilon}

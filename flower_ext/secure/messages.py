@@ -72,7 +72,7 @@ class ProtocolMessage:
         return message
 
     def check(self, settings: Any) -> None:
-        """Refuse a message with a field, or an entry of a field, of a wrong length."""
+        """Raise an error if a field, or an entry of a field, has a wrong length."""
         for name, length in self._lengths(settings).items():
             value = vars(self)[name]
             for part in value.values() if isinstance(value, Mapping) else [value]:

@@ -81,7 +81,7 @@ def default_device() -> torch.device:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Make torch's own random draws in this context, such as dropout, depend on ``seed`` alone.
+    """Seed torch's own generators in this context, for draws such as those of dropout.
 
     Afterwards, the generators of the CPU and of ``device`` have the state from before. If
     ``device`` is the CPU, accelerators are not seeded: seeding them takes ten times as long.

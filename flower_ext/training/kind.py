@@ -16,7 +16,7 @@ from flower_ext.training.task import Task
 
 @dataclass(frozen=True)
 class TrainingKind:
-    """The facts on which a trial's result depends; a process stores the result under this key.
+    """Everything on which a trial's result depends; the key under which results are stored.
 
     ``features`` and ``targets`` are one example of zeros, with the shapes and types of real ones:
     no result depends on values of the data.

@@ -39,8 +39,8 @@ def cox_loss(scores: Tensor, targets: Tensor, present: Tensor | None = None) -> 
     nothing to compare. Without events the loss and its gradient are 0. No control flow depends on
     the data.
 
-    FLamby divides by the number of patients instead of events. Its gradients, and its steps of SGD,
-    are therefore those of this loss times the share of patients with an event.
+    FLamby divides by the number of patients instead of events. FLamby's gradients and steps of SGD
+    are therefore those of this loss, times the share of patients with an event.
 
     Parameters
     ----------

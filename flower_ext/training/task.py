@@ -28,7 +28,7 @@ class Task:
     ----------
     model : Callable[[], nn.Module]
         Builds a fresh model. All models that the function builds must have the same architecture
-        and settings, because facts about the first model are reused for the others. Use another
+        and settings, because the first model's properties are reused for the others. Use another
         function for other settings. `Examples` says with which arguments the model is called. The
         option ``personal`` of a method lists names of this model's modules or parameters.
         Parameters without ``requires_grad`` are frozen: they do not train, are not sent, and do not

@@ -83,8 +83,8 @@ def _read(settings: Settings, silo: int) -> Table:
     with knowing_no_data():
         if not settings.data_folder:
             raise UnfitSetting(
-                "run-config data-folder='' with dataset='files': expected the folder of the silo's "
-                "file, in the node config of its SuperNode or as a setting"
+                "run-config data-folder='' with dataset='files': expected the folder that holds "
+                "the silo's file; set data-folder in its SuperNode's node config, or as a setting"
             )
         path = Path(settings.data_folder) / settings.table.format(silo=silo)
         source = RecordFile(path=path)

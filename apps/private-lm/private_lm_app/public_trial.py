@@ -31,7 +31,7 @@ _FACTOR = 10.0
 
 
 def try_on_public_text(settings: Settings, task: Task, base: str) -> None:
-    """Train once on public text. Refuse the settings if the adapters do not move, or diverge.
+    """Train once on public text. Refuse the settings if the adapters diverge or do not move.
 
     Warn if the clipping norm is far above or below the norm of the update.
 

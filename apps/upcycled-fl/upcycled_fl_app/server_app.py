@@ -41,7 +41,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def coefficient_of(settings: Settings) -> float | Coefficient:
-    """Return the coefficient of even rounds that ``schedule`` and ``coefficient`` name."""
+    """Return the coefficient of even rounds, from the settings ``schedule`` and ``coefficient``."""
     value, weight = settings.coefficient, local_training(settings).proximal_weight
     match settings.schedule:
         case "constant":

@@ -66,7 +66,7 @@ def accuracy_table(rows: Sequence[Row], ratio: float) -> str:
     up, surely, worse = count_gains([added for _, added in gained.values()], digits=2)
     text = (
         f"**{up} of {len(gained)} pairs improve**, {surely} by more than two standard errors; "
-        f"{worse} get worse by more than two."
+        f"{worse} get worse by more than two standard errors."
     )
     if gaps:
         text += (
@@ -133,8 +133,9 @@ def private_table(name: str) -> str:
     ]
     lower, surely, worse = count_gains(gained, digits=3)
     text = (
-        f"**The upcycled loss is lower in {lower} of {len(gained)} pairs**, in {surely} by more "
-        f"than two standard errors; it is higher by as much in {worse}."
+        f"**The upcycled loss is lower in {lower} of {len(gained)} pairs.** The difference exceeds "
+        f"two standard errors in {surely + worse} pairs: the upcycled loss is lower in {surely} of "
+        f"them, and higher in {worse}."
     )
     return f"{table(('method', *names), [*cells, *budgets])}\n\n{text}"
 

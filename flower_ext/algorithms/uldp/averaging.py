@@ -181,7 +181,7 @@ class UldpAvg(Method):
         return {NUM_USERS: plan.sampling.population, **rate}
 
     def connect(self, connected: Connected, state: State) -> State:
-        """Ask the silos for the facts that the run needs, and return the state with the answers.
+        """Ask the silos what the run needs to know, and return the state with the answers.
 
         The server asks for each user's number of records only if it computes weights by records.
         """
@@ -203,7 +203,7 @@ class UldpAvg(Method):
         """Return the cohort with the weights of its users for each silo (line 5 of Algorithm 4).
 
         If silos draw the users, the cohort holds all users. With a weighted sum, the cohort stays
-        unchanged, because that sum computes the weights. A silo's entry in the cohort's ``norms``
+        unchanged, because the sum computes the weights. A silo's entry in the cohort's ``norms``
         is the total weight of its users: its sum has at most this norm, in clipping norms.
         """
         weights = state.server[SILOS].get(WEIGHTS)
@@ -232,7 +232,7 @@ class UldpAvg(Method):
         return super().mean_noise(mechanism) / self.num_silos
 
     def disclosures(self, summation: Summation) -> Sequence[str]:
-        """Return the facts that the computation of the weights reveals, for the run's report."""
+        """Return, for the run's report, what the computation of the weights reveals."""
         if summation.brings_weights:
             return summation.disclosures
         return DISCLOSURES[self.weighting]
@@ -272,9 +272,10 @@ class UldpSgd(UldpAvg):
 
 
 def _warn_of_rounding(cells: float, model: Arrays) -> None:
-    """Warn if a typical number of a user's update is below a cell, so that rounding loses much.
+    """Warn if a typical coordinate of a user's update is smaller than one cell of the grid.
 
-    ``cells`` is the norm of a clipped update in one silo, in cells of the grid.
+    Rounding then loses much of the update. ``cells`` is the norm of a clipped update in one silo,
+    in cells of the grid.
     """
     numbers = sum(array.size for array in model.values())
     if (usual := cells / math.sqrt(numbers)) < 1:

@@ -163,7 +163,7 @@ class UldpGroup(Method):
         return {NUM_USERS: self.num_users, **{DP_SGD + n: v for n, v in asdict(self.local).items()}}
 
     def disclosures(self, summation: Summation) -> Sequence[str]:
-        """Return the facts that the silos' histograms reveal, for the run's report."""
+        """Return, for the run's report, what the silos' histograms reveal."""
         return ("how many records each user has in each silo: the silos tell the server",)
 
     def connect(self, connected: Connected, state: State) -> State:

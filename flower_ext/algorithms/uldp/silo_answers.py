@@ -20,9 +20,9 @@ MOST_RECORDS = 2**40
 
 
 def answer_server(question: Question) -> Params:
-    """Check that each record has a user, and send the facts for which the server asks.
+    """Check that each record has a user, and return the arrays for which the server asks.
 
-    These are each user's number of records, and the fingerprint of the key from which silos draw
+    They hold each user's number of records, and the fingerprint of the key from which silos draw
     users. If the server asks for neither, the answer is empty and reveals nothing, not even whether
     the silo has a record.
     """
@@ -43,7 +43,7 @@ def ask_silos(
     histogram: bool,
     silos_draw: bool = False,
 ) -> np.ndarray:
-    """Let each silo check whose records it holds, and ask how many records each user has.
+    """Ask each silo to check its records' users and, with ``histogram``, to count the records.
 
     Parameters
     ----------

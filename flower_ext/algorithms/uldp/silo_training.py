@@ -72,7 +72,7 @@ class SiloJob(Job):
     total: UsersTotal
 
     def of(self, user: int) -> Job:
-        """Return one user's training, which is independent of the other users."""
+        """Return one user's training. It does not depend on the other users."""
         return Job(
             params=self.params,
             examples=self.users[user],

@@ -52,7 +52,7 @@ class CohortApp(ClientApp):
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message for one client, or a packed message of a `VirtualGrid` for several.
 
-        If a client raises an error, `failed` makes an error reply, whose text reveals nothing about
+        If a client raises an error, `failed` makes an error reply. Its text reveals nothing about
         the client's data.
         """
         if is_packed(message.metadata.message_type):

@@ -89,14 +89,14 @@ def assign(
             request.training_round,
             request.received,
         ),
-        # Cached, because a silo whose work fails does it again without data, for the same users.
+        # Cached, because a silo repeats failed work without data, for the same users.
         draw_users=cache(partial(draw_users, task, draws, run, request.training_round)),
     )
     return Assignment(work=work, request=request, policy=policy, store=store)
 
 
 def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientData:
-    """Return a client's checked data, or `NO_DATA` if the server must not learn of an error in it.
+    """Return a client's checked data, or `NO_DATA` to hide an error in them from the server.
 
     The check refuses data with a different number of examples than the plan assumes. It also
     refuses a task whose training would change later trainings in the same process (see
@@ -107,8 +107,8 @@ def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientDa
     if data is not NO_DATA and (withdrawn := request.entries.get("withdrawn")):
         if not isinstance(data, SiloData):
             raise PreconditionFailed.tellable(
-                "data of the Task: expected SiloData, because users withdrew, and only its field "
-                "owners tells whose records to leave out"
+                "data of the Task: expected SiloData, because users withdrew, and the field owners "
+                "of SiloData says which records to leave out"
             )
         data = data.without(withdrawn)
     if data is NO_DATA or isinstance(request.protection, Unprotected):

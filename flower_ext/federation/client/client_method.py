@@ -93,7 +93,7 @@ class ClientWork:
     draw_users: Callable[[PoissonSampling], list[int]] = lambda sampling: []
 
     def initial_params(self) -> Params:
-        """Return the whole model before training, which is equal on all clients."""
+        """Return the whole model before training. All clients have the same one."""
         return self.task.initial_params(self.seed)
 
     def train(
@@ -119,7 +119,7 @@ class ClientWork:
         examples of the client. ``solve`` trains the client's job in place of SGD; the ``yield``
         returns the result of ``solve``. If a training fails, the method usually gets ``params`` in
         place of the result. Set ``returns_params=False`` if ``params`` cannot replace the result;
-        if a training then fails, so does the method.
+        if a training then fails, the method fails, too.
         """
         job = Job(
             params=params,

@@ -132,8 +132,8 @@ class ClientSide:
         """Answer a question that the server asks for the method."""
         if self.method.answer is None:
             raise InvalidValue.tellable(
-                f"{self.method.name}: the server sent a question, but this ClientMethod answers "
-                "none; create it with ClientMethod(answer=...)"
+                f"{self.method.name}: the server sent a question, but this ClientMethod cannot "
+                "answer; create it with ClientMethod(answer=...)"
             )
         policy = self.policy(context)
         policy.require_secure_sum("an answer", in_sum=False)
@@ -175,7 +175,7 @@ class ClientSide:
         return records.to_record({records.FROZEN: np.array(1, dtype=np.int64)})
 
     def _memory_state(self, message: Message, context: Context) -> ArrayRecord:
-        """Return the training round in which this client last stored memory, or 0 if it has none.
+        """Return the training round in which this client last stored memory; 0 if it never did.
 
         The client loads the memory to make sure that it is readable. With ``report-size``, the
         answer includes the number of training examples, as a reply to a training message does.

@@ -57,14 +57,14 @@ class ClientRequest:
 
     @property
     def hides_missing_data(self) -> bool:
-        """True if the server must not learn that this client could not load its data."""
+        """True if the client hides from the server that it could not load its data."""
         if self.kind == "evaluate":
             return bool(self.query)  # summed under noise
         return self.protection.hides_missing_data
 
     @property
     def run(self) -> str:
-        """Name of the run, under which the client keeps memory; empty if the server gives none."""
+        """Name of the run, under which the client keeps memory; empty if the server sends none."""
         return str(self.entries.get("run", ""))
 
     @property

@@ -206,7 +206,7 @@ def _metrics(
 
 
 def _store_memory(assignment: Assignment, result: LocalResult, update: NamedArrays) -> None:
-    """Store the client's new memory, which may depend on the ``update`` that it sends."""
+    """Store the client's new memory; if it is a function, call it with the sent ``update``."""
     work, store = assignment.work, assignment.store
     memory, method, cell = result.memory, work.method, work.protection.cell
     try:

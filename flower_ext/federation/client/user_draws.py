@@ -31,8 +31,8 @@ def draw_users(
 ) -> list[int]:
     """Return the users of a training round, in ascending order; all silos draw the same.
 
-    ``run``, its name and Flower's run id, is part of the generator's key, so that a resumed run,
-    which has a new id, draws anew. Raise a `ProtocolError` if this silo has already drawn the users
+    The generator's key includes ``run``: the run's name and Flower's run id. A resumed run has a
+    new id, so it draws anew. Raise a `ProtocolError` if this silo has already drawn the users
     of this round or of a later one.
     """
     key = _key_of(task, vault)

@@ -89,7 +89,7 @@ class InProcessGrid(ClientGrid):
         return self._run
 
     def get_node_ids(self) -> Iterable[int]:
-        """Return the ids of all clients, which are always connected."""
+        """Return the ids of all clients. All are always connected."""
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:

@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def _interrupt(number: int, _: FrameType | None) -> None:
-    """End the run; ignore further signals of this number, which would disturb its last writes."""
+    """End the run; ignore further such signals, because they would disturb its last writes."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt(signal.Signals(number).name)
 

@@ -116,7 +116,7 @@ class StateFolder:
 
     @contextmanager
     def one_at_a_time(self, folder: str) -> Iterator[Path]:
-        """Let only one process at a time enter the block; the others wait.
+        """Hold a lock in the block, so that only one process at a time runs it. Others wait.
 
         The block gets the path of the subfolder ``folder``, which holds the lock.
         """

@@ -2,7 +2,7 @@
 
 The memory is in Flower's ``context.state``, or in a folder that the client's owner names
 (`folder`). Flower's state lasts as long as a simulated run, or as the process of a SuperNode. The
-folder outlives both. No reply ever contains memory.
+folder outlives run and process. No reply ever contains memory.
 """
 
 from __future__ import annotations
@@ -151,8 +151,9 @@ class ClientVault:
     raises an error, so only one process sends a message.
 
     The server may give a node another id. The name of the file therefore has the client's partition
-    instead, so that `forget_client` finds the keys, and a client the steps that it took. Only a
-    node without a partition, which no server asks to forget, is named by its id.
+    instead, so that `forget_client` finds the keys, and a client finds the steps that it took.
+    Only the file of a node without a partition has the node's id, because no server asks such a
+    node to forget.
 
     Keys are removed when they are old. This is safe, because a client without keys answers nothing.
     With ``is_permanent``, the bytes record a step that this client must never repeat in the run.
@@ -169,10 +170,10 @@ class ClientVault:
 
     @property
     def outlives_process(self) -> bool:
-        """True if the owner names a folder, so that the bytes survive a restart of the process.
+        """True if the client's owner names a folder, so that the bytes survive a restart.
 
-        Also True in a simulation: a simulation that starts again is a new run, which needs none of
-        the old bytes.
+        Also True in a simulation, although the bytes may be lost there: a simulation that starts
+        again is a new run and needs none of them.
         """
         return StateFolder.of(self._context) is not None or private.in_simulation()
 

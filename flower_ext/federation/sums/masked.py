@@ -62,12 +62,12 @@ class MaskedSum(Summation):
     mechanism: NoisedSum
 
     def open(self, opening: Opening) -> OpenMaskedSum:
-        """Let the cohort agree on masks; clients that fail to agree leave the cohort."""
+        """Ask the cohort to agree on masks; clients that fail to agree leave the cohort."""
         return OpenMaskedSum(self.mechanism, opening)
 
 
 class OpenMaskedSum(OpenSum):
-    """The masked sum of one round, whose members have agreed on masks."""
+    """The masked sum of one round, after its members have agreed on masks."""
 
     _mechanism: NoisedSum
 

@@ -100,7 +100,7 @@ class OpenSum(ABC):
         self.cohort = opening.cohort
 
     def request(self, partition: int) -> Mapping[str, ArrayRecord]:
-        """Return the records that a request to one client carries for this sum; none by default."""
+        """Return the records that this sum adds to the request to a client; empty by default."""
         return {}
 
     @abstractmethod

@@ -130,7 +130,7 @@ class WeightedSum(Summation):
         """Number of sums so far if all were spoiled; None after a sum that was not spoiled."""
 
     def check(self, method: MethodTraits, *, diagnostics: bool) -> None:
-        """Refuse diagnostics, and a method that does not have ``weighting="by-records"``."""
+        """Require ``weighting="by-records"`` of the method, and a run without diagnostics."""
         if method.num_silos is None or method.weighting != "by-records":
             raise InvalidValue(
                 f"sum=weighted_sum(…) with weighting={method.weighting!r}: expected "
@@ -154,7 +154,7 @@ class WeightedSum(Summation):
         return self.protocol.assumptions(view)
 
     def connect(self, clients: Clients, model: Arrays) -> Mapping[str, float]:
-        """Let the silos set up fresh keys and seeds, and count their records."""
+        """Ask the silos to set up fresh keys and seeds, and to count their records."""
         started = time.monotonic()
         coordinates = sum(array.size for array in model.values())
         settings = self.protocol.settings_of(

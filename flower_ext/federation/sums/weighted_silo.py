@@ -265,7 +265,7 @@ class HiddenSum:
 
 @contextmanager
 def _protocol_errors() -> Iterator[None]:
-    """Let the server see a `ProtocolError`, which depends only on steps, rounds and silos."""
+    """Send a `ProtocolError` to the server, because it depends only on steps, rounds and silos."""
     try:
         yield
     except ProtocolError as error:

@@ -121,8 +121,8 @@ class AdaptiveClipping(Checked):
             raise InvalidValue(
                 f"count_noise_stddev={stddev!r} with noise_multiplier={noise_multiplier:.4g}: "
                 f"expected more than {noise_multiplier / 2:.4g}, half of noise_multiplier, because "
-                "with less noise, the number of updates within the norm would use up all of ε; "
-                "leave count_noise_stddev=None to get a valid value"
+                "with less noise, releasing the number of updates within the norm would use up all "
+                "of ε; leave count_noise_stddev=None to get a valid value"
             )
         return stddev
 
@@ -138,7 +138,7 @@ class AdaptiveClipping(Checked):
         return self.max_norm if moved >= math.log(self.max_norm) else math.exp(moved)
 
     def describe(self) -> str:
-        """Return a few words for the log."""
+        """Return a short description for the log."""
         return f"adaptive from {self.initial_norm:g} to the quantile {self.quantile:g}"
 
 
@@ -194,5 +194,5 @@ class SidedSum(ClippedSum):
         self._adaptive_norm, self._weight = adaptive_norm, weight
 
     def add(self, update: NamedArrays) -> None:
-        """Clip an update, append a number that says whether its norm is above C, and add both."""
+        """Clip an update, append a number that says whether its norm was above C, and add it."""
         super().add(with_side(update, self._adaptive_norm, self._weight))

@@ -74,7 +74,7 @@ class BoundedSum:
     Guarantees
     ----------
     Adding, removing or zeroing one unit moves the sum by at most ``bound``. Replacing one
-    moves it by at most ``2 * bound``. Both hold exactly if ``value`` holds whole numbers.
+    moves it by at most ``2 * bound``. These bounds are exact if ``value`` holds whole numbers.
     The sum is never clipped, because one unit's contribution would then depend on other units.
 
     Parameters

@@ -86,7 +86,7 @@ class Past:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyMatrix:
-    """A lower triangular Toeplitz matrix; by default the identity, whose noise is independent.
+    """A lower triangular Toeplitz matrix; the default, the identity, gives independent noise.
 
     Its coefficients are c_0 = 1 and, for j ≥ 1, c_j = bands_j + Σ_l weights_l · decays_l^{j−1}.
 
@@ -243,7 +243,7 @@ class CorrelatedNoise(Checked):
         return fit(size, rounds, rounds_apart, participations, self.momentum)
 
     def describe(self) -> str:
-        """Return a few words for the log."""
+        """Return a short description for the log."""
         kept = f"{self.bands} bands" if self.bands else f"{self.buffers} buffers"
         return f"correlated over rounds by {kept}"
 

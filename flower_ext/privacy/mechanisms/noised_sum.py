@@ -392,7 +392,7 @@ class QuerySum(NoisedSum):
     query: VectorQuery
     equivalent_rounds: float
     """Number of training rounds that reveal as much as one answer. With the noise multipliers σ of
-    a round and σ_q of an answer, it is (σ/σ_q)²."""
+    a round and σ_q of an answer, this number is (σ/σ_q)²."""
 
     def count_answer(self, participations: Participations) -> None:
         """Count one released answer as participations of every client.

@@ -76,8 +76,8 @@ class Protection:
 
         The server may refuse larger uploads. A hostile client then moves the sum no further than
         the noise of an honest client might. This check does not bound a client's contribution by
-        the clipping norm; only a server that adds the noise itself can do so. No reported δ counts
-        the probability that the server refuses an honest upload.
+        the clipping norm; only a server that adds the noise itself can bound it so. No reported δ
+        counts the probability that the server refuses an honest upload.
 
         The upload has ``numbers`` elements. Its norm before noise is at most ``norms`` times the
         clipping norm; ``norms`` may be above 1 if the upload is a sum over units.

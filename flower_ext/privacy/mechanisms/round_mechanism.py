@@ -91,7 +91,7 @@ class RoundMechanism(ABC):
 
     @property
     def weighs_examples(self) -> bool:
-        """True if the mean weights uploads by clients' numbers of examples, which are private."""
+        """True if the mean weights uploads by clients' private numbers of examples."""
         return False
 
     def check_training(self, run: RunSummary) -> None:  # noqa: B027 - by default any
@@ -135,7 +135,7 @@ class RoundMechanism(ABC):
 
     @property
     def state(self) -> Mapping[str, float]:
-        """The numbers that change between rounds, for metrics and checkpoints; none by default."""
+        """The numbers that change between rounds, for metrics and checkpoints; empty by default."""
         return {}
 
     def restored(self, state: Mapping[str, float]) -> RoundMechanism:

@@ -361,7 +361,7 @@ def _least(holds: Callable[[int], bool], low: int, high: int) -> int:
 
 
 def _hypergeometric() -> Any:
-    """Return SciPy's hypergeometric distribution, whose import takes half a second."""
+    """Return SciPy's hypergeometric distribution, imported only here: that takes 0.5 s."""
     from scipy.stats import hypergeom
 
     return hypergeom

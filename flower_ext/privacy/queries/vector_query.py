@@ -35,7 +35,7 @@ class LocalView(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class VectorQuery(Checked, ABC):
-    """A query to all clients, whose answer is the noised sum of one vector per client.
+    """A query to all clients; its answer is the noised sum of one vector per client.
 
     Parameters
     ----------
@@ -95,5 +95,5 @@ class VectorQuery(Checked, ABC):
         """
 
     def describe(self) -> str:
-        """Return a few words for the log."""
+        """Return a short description for the log."""
         return f"{self.name} in secure sums, noise multiplier {self.noise_multiplier:.4g}"

@@ -27,7 +27,7 @@ ONE_ANSWER = (
     "resist_equivocation is off: the server never tells some neighbours that a client answered and "
     "other neighbours that this client was lost; by such a lie, it could see the client's upload"
 )
-"""The assumption about secure sums whose threshold is too low to prevent this lie."""
+"""An assumption of secure sums, if their threshold is too low to prevent this lie."""
 HONEST_COUNTS = (
     "all silos and the server follow the protocol: a silo or server that lies about counts voids ε "
     "for the users of all silos, because the sum may then hold an update max_records_per_user "

@@ -70,8 +70,8 @@ class Claims:
     ) -> Guarantee:
         """Return a provable guarantee against one adversary.
 
-        Its ``assumptions`` come in addition to the run's. By default, its ``relation`` is the
-        run's. ``details`` are other fields of `Guarantee`.
+        ``assumptions`` are added to the run's assumptions. By default, ``relation`` is the run's
+        relation. ``details`` are other fields of `Guarantee`.
         """
         relation = relation or self.relation
         return Guarantee(

@@ -1,4 +1,4 @@
-"""Noise for record-level DP of DP-Ditto, whose clients upload the local model in every round.
+"""Noise for record-level DP of DP-Ditto: clients upload their local model in every round.
 
 Source: Zhao et al., Convergence-Privacy-Fairness Trade-Off in Personalized Federated Learning.
 
@@ -188,7 +188,7 @@ class RecordLevelTerms(Checked):
 def record_level_guarantees(terms: RecordLevelTerms, run: RunSummary) -> list[Guarantee]:
     """Return the published and the provable guarantee for one record of any client.
 
-    Both count one upload of every client in every round.
+    Both guarantees count one upload of every client in every round.
     """
     steps, moved, rounds = terms.steps, terms.upload_sensitivity, run.participations.rounds
     claims = Claims(

@@ -152,8 +152,8 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
     noise multiplier of σ/2, even against a server that sees each upload. With secure sums, the
     function returns the same guarantee for sums, whichever silos collude.
 
-    ``mechanism`` is the plan's own mechanism, whose noise multiplier is σ. (Do not pass the result
-    of `UldpNaive.mechanism`, which counts all silos' noise and a sensitivity of 2C|S|.)
+    ``mechanism`` is the plan's own mechanism, with the noise multiplier σ. (Do not pass the result
+    of `UldpNaive.mechanism`, because it counts all silos' noise and a sensitivity of 2C|S|.)
     """
     rounds, sigma, delta = run.participations.rounds, mechanism.noise_multiplier, mechanism.delta
     loss = gaussian_loss(sigma / 2, releases=rounds, delta=delta)

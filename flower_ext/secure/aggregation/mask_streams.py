@@ -35,7 +35,7 @@ def apply_mask(key: bytes, values: Residues, *, subtract: bool = False) -> None:
 def pair_mask_key(
     digest: bytes, private: bytes, *, member: int, other: int, other_public: bytes
 ) -> bytes:
-    """Return the key of the mask that ``member`` and ``other`` share; both compute the same key."""
+    """Return the key of the mask that ``member`` and ``other`` share; each computes this key."""
     shared, public = agreed(private, other_public)
     keys = {member: public, other: other_public}
     low, high = sorted(keys)

@@ -40,7 +40,8 @@ def split_secret(
 def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
     """Rebuild the secret from the first ``threshold`` shares. Wrong shares give a wrong secret.
 
-    Refuse too few shares, a share outside the field, and a rebuilt secret of more than 32 bytes.
+    Raise an error if there are too few shares, if a share is outside the field, or if the rebuilt
+    secret has more than 32 bytes.
     """
     chosen = sorted(shares)[:threshold]
     _check_points(chosen, threshold)

@@ -123,7 +123,7 @@ class Packing(Checked):
     def unpack(self, plaintexts: Sequence[mpz], coordinates: int) -> list[mpz]:
         """Return the coordinates in the plaintexts of `pack`, or in a sum of such plaintexts.
 
-        Raise an OverflowError if a coordinate exceeds ``bound`` in magnitude, or a sum its slots.
+        Raise an OverflowError if a coordinate exceeds ``bound``, or if a sum exceeds its slots.
         """
         half, mask = mpz(1) << (self.slot_bits - 1), (mpz(1) << self.slot_bits) - 1
         digits: list[mpz] = []

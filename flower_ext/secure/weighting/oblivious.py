@@ -114,8 +114,8 @@ class Receiver:
     """The receiver: it opens one text of each transfer, and can open no other.
 
     ``public`` is `Sender.public`. ``key`` is 32 bytes that the sender does not know and that serve
-    no other purpose. Uniform choices derive from both, so that choices for different senders are
-    independent.
+    no other purpose. Uniform choices derive from ``public`` and ``key``, so that choices for
+    different senders are independent.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ class PublicKey:
             )
 
     def check_ciphertext(self, ciphertext: mpz) -> None:
-        """Refuse a number that is not a unit modulo n², between 0 and n²."""
+        """Raise an error unless the number is between 0 and n² and a unit modulo n²."""
         if not 0 < ciphertext < self.n_squared or gmpy2.gcd(ciphertext, self.n) != 1:
             raise InvalidValue("ciphertext: expected a unit modulo n², between 0 and n²")
 

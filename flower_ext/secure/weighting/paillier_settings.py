@@ -23,7 +23,7 @@ _MOST_RECORDS = 2**24
 
 @dataclass(frozen=True, kw_only=True)
 class PaillierOptions(Checked):
-    """Fields of both `PrivateWeighting` and `PaillierSettings`; the former explains them."""
+    """Fields of `PrivateWeighting` and `PaillierSettings`; `PrivateWeighting` explains them."""
 
     max_records_per_user: Count = 2000
     allowed_totals: tuple[int, ...] | None = None

@@ -74,7 +74,7 @@ class WeightingProtocol(Checked, ABC):
 
     @property
     def disclosures(self) -> Sequence[str]:
-        """Facts that a run reveals outside any guarantee, such as running times, and to whom."""
+        """Texts on what a run reveals outside any guarantee, such as running times, and to whom."""
         return (RUNNING_TIME,) if self.hidden_draw else (DRAWN_PLACES, RUNNING_TIME)
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:

@@ -112,7 +112,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         return weights.to_bytes()
 
     def add_sum(self, silo: int, data: bytes) -> None:
-        """Take a silo's sum if it is well formed and belongs to that silo and the open round.
+        """Accept a silo's sum if it is well formed, names this silo and is of the open round.
 
         Raises
         ------

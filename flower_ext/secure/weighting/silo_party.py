@@ -107,9 +107,9 @@ class SiloParty(JsonRecord, ABC):
         Raises
         ------
         ProtocolError
-            The step is unknown or out of order (``begin`` may be repeated until ``keys``). Or the
-            step is ``draw``, and the settings have no ``draw_choices``, or this silo has already
-            used that round or a later one.
+            The step is unknown or out of order (``begin`` may be repeated until ``keys``). A
+            ``draw`` also raises the error if the settings have no ``draw_choices``, or if this
+            silo has already used this round or a later one.
         """
         if step not in _STAGE_OF:
             raise ProtocolError(f"step={step!r}: expected {BEGIN}, {KEYS}, {COUNT} or {DRAW}")

@@ -246,7 +246,7 @@ class _ForAllModels(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """x Wᵀ + b, whose backward pass adds the gradients of W and b to their targets."""
+    """Compute x Wᵀ + b; the backward pass adds the gradients of W and b to their targets."""
 
     @staticmethod
     def forward(

@@ -140,7 +140,7 @@ class ModelFactory:
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """Facts about the models. The first access builds a model to find them."""
+        """Properties of the models. The first access builds a model to find them."""
         with seeded(0, default_device()):
             model = self._built()
         parameters = [*model.parameters()]

@@ -4,7 +4,7 @@ Trials find out whether one example can change what other examples contribute. C
 contribution does not bound such a change. The examples are random or unusual, have only the shapes
 and types of real ones, and reveal nobody's values. A trial is a function or a method ``why_...``.
 It returns the reason why the package refuses the model or takes a slower way; it returns None if it
-finds no reason. None is evidence, not a proof.
+finds no reason. The result None is evidence, not a proof.
 
 =====================  ====================================  ====================================
 module                 fault that its trials find            what the package then does

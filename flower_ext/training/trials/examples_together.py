@@ -42,9 +42,9 @@ GradientPass = Callable[[Tree, Tree, ExampleLoss], Parts]
 class BatchInvarianceTrial:
     """Trials of one model on random examples of a kind; ``names`` are the trained parameters.
 
-    The trials set ``params`` to random numbers, and restore them at the end: under a head that
-    begins at zero, the gradients of all other layers are zero. An argument ``gradient_pass``
-    computes the gradients from a pass over ``count`` examples.
+    The trials use random ``params``, because under a head that begins at zero, the gradients of all
+    other layers are zero. They restore ``params`` at the end. An argument ``gradient_pass`` is a
+    function that computes the gradients of several examples in one pass; ``count`` is their number.
     """
 
     def __init__(
@@ -84,7 +84,8 @@ class BatchInvarianceTrial:
     def why_bits_differ(self, gradient_pass: GradientPass, count: int) -> str | None:
         """Return why a bit of an example's gradient depends on its place, or on other examples.
 
-        A reason is certain. None is only evidence, for this processor and number of threads.
+        A reason is certain. The result None is only evidence, for this processor and number of
+        threads.
         """
         targets = trees.zeros(self.training_kind.targets, count)
         with self._random_weights() as generator:

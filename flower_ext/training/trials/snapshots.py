@@ -147,7 +147,7 @@ def find_carried_change(
                     prepared, is_prepared = after, not isinstance(result, Exception)
                 elif places := changed_places(prepared, after):
                     return places[0], []
-            # The first input differs between orders, so what the first steps store must not.
+            # The first input differs between orders, but the first steps must store the same.
             first = first or [before, prepared]
             for place in changed_places(*first):
                 if first[1].get(place) != prepared.get(place):
@@ -173,7 +173,7 @@ def same_numbers(one: Tensor, other: Tensor) -> bool:
 
 
 def same_params(one: Params | Exception, other: Params | Exception) -> bool:
-    """Return True if `same_numbers` is true for all parameters, or both are errors."""
+    """Return True if `same_numbers` is true for all parameters, or if two errors are given."""
     if isinstance(one, Exception) or isinstance(other, Exception):
         return isinstance(one, Exception) and isinstance(other, Exception)
     return all(map(same_numbers, one.values(), other.values()))
@@ -298,8 +298,8 @@ def _pickled(value: Any) -> Any:
 def _is_near(value: Any, function: types.FunctionType) -> bool:
     """Return True if a snapshot that reads ``function`` should also read ``value``, which it uses.
 
-    Both must be in the same project. If the function is in an installed library, both must be in
-    the same module, because the snapshot would otherwise reach whole libraries.
+    It should if ``value`` and the function are in the same project. In an installed library, they
+    must be in the same module, because the snapshot would otherwise reach whole libraries.
     """
     if "site-packages" in function.__code__.co_filename:
         return bool(value.__module__ == function.__module__)

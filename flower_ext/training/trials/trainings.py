@@ -5,9 +5,9 @@ because every training builds or copies its own model. But trainings share class
 variables and the closures of hooks. Through these, one user's records could change the updates of
 other users, and clipping each update does not bound such a change.
 
-`why_models_differ` and `why_bits_differ` test jobs that train together. For the first, a job must
-end with the same model as alone, up to rounding. For the second, no bit of its model may depend on
-the other jobs.
+`why_models_differ` and `why_bits_differ` test jobs that train together. `why_models_differ` demands
+that a job ends with the same model as alone, up to rounding. `why_bits_differ` demands that no bit
+of the job's model depends on the other jobs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def why_state_is_shared(task: Task, examples: Examples, train: Train) -> str | N
 
     The trial compares `snapshots`, and names the variable in which they differ. Snapshots do not
     reach every variable, so the trial also repeats a training after trainings on other examples.
-    Both results must be equal.
+    The two trainings must have equal results.
 
     Only the shapes and types of the examples matter. The result depends on no data, so it may reach
     the server. The process remembers the result. The function raises an error if it cannot make
@@ -175,8 +175,8 @@ def why_bits_differ(
     """Return why a bit of a job's model depends on the jobs that train together with it.
 
     The trial trains ``count`` random jobs together, and then several selections of these jobs. Each
-    job must always end with the same model. A reason is certain. None is only evidence, for this
-    processor.
+    job must always end with the same model. A reason is certain. The result None is only evidence,
+    for this processor.
     """
     half, most = count // 2, 2 * training.batch_size - 1
     # Smaller selections train in smaller stacks, and put each job at another place of its stack.

@@ -106,7 +106,7 @@ def audit(
     confidence: float = 0.95,
     progress: Callable[[int, int], None] | None = None,
 ) -> Audit:
-    """Run both worlds ``trials`` times each and bound ε from below, for each view.
+    """Run the experiment ``trials`` times in each world, and bound ε from below for each view.
 
     Parameters
     ----------
@@ -136,7 +136,7 @@ def audit(
 def _collect(
     experiment: Experiment, trials: int, progress: Callable[[int, int], None] | None
 ) -> tuple[dict[AdversaryView, ReportedEpsilon], dict[AdversaryView, Scores]]:
-    """Run both worlds; return, by view, the largest reported ε and all scores."""
+    """Run the experiment in both worlds; return, by view, the largest reported ε and all scores."""
     done = 0
     scores: dict[AdversaryView, Scores] = {view: ([], []) for view in experiment.views}
     reported: dict[AdversaryView, ReportedEpsilon] = {}
@@ -226,9 +226,9 @@ def audit_in_one_run(
     """Bound ε from below by one run with many canaries; the strategy needs ``guarantees()``.
 
     `in_one_run` always gives a bound. If the reported ε is that of a Gaussian mechanism,
-    `in_one_run_by_curve` gives a second bound, which is usually larger. Both hold at once with
-    ``confidence``. Both are far looser than the bounds of `audit`, which takes thousands of runs:
-    canaries disturb each other, and few guesses prove little even if all are correct.
+    `in_one_run_by_curve` gives a second bound, which is usually larger. The two bounds hold at
+    once with ``confidence``. They are far looser than the bounds of `audit`, which takes thousands
+    of runs: canaries disturb each other, and few guesses prove little even if all are correct.
 
     Parameters
     ----------

@@ -57,7 +57,7 @@ one world if it has the probability y in a neighbouring world. Convex, and the s
 of the worlds."""
 
 _ROUNDING = 1e-9
-"""Relative error of the recursion, and of finding a noise multiplier; the bounds allow for both."""
+"""Relative error of the recursion, and of a found noise multiplier; the bounds include them."""
 
 
 def in_one_run(

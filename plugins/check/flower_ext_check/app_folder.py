@@ -81,7 +81,7 @@ class AppFolder:
         return ""
 
     def described(self, error: BaseException) -> str:
-        """Return the type and place of an error without its text, which may hold data.
+        """Return the type and place of an error, but not its text, because it may hold data.
 
         The place is the last ``path:line`` of the traceback that is in the app's source. Without
         such a line, the place is the file name and line that raised the error.
@@ -106,7 +106,7 @@ def calls(tree: ast.AST, name: str) -> Iterator[ast.Call]:
 
 
 def unpack(app: Path, scratch: Path) -> AppFolder:
-    """Copy an app, which is a folder or a FAB, into a new folder; refuse any other path."""
+    """Copy an app, given as a folder or a FAB, into a new folder; refuse any other path."""
     folder = scratch / "app"
     if app.is_file() and zipfile.is_zipfile(app):
         with zipfile.ZipFile(app) as archive:

@@ -95,7 +95,7 @@ class Finding:
     refutes: bool
     """True if the finding leaves no ε provable; False if it names what the guarantee omits."""
     place: str
-    """``path:line`` of the app's call that the remedy changes; "" if the app has none."""
+    """``path:line`` of the app's call that the remedy changes; "" if the app makes no such call."""
 
 
 @dataclass(kw_only=True)

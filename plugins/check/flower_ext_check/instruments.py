@@ -76,7 +76,7 @@ class Instruments:
         return self.watch.reply_inside_mods(message, context, call_next)
 
     def limit_rounds(self, rounds: int) -> None:
-        """Make every strategy stop after ``rounds`` rounds, and record how many the app planned."""
+        """Stop every strategy after ``rounds`` rounds, and record how many the app planned."""
         kinds = [Strategy]
         for kind in kinds:
             kinds.extend(kind.__subclasses__())

@@ -126,7 +126,7 @@ def _pooled(difference: Callable[[Probes, int], np.ndarray], probes: Probes) -> 
 
 
 def scaled_upload_difference(probes: Probes, number: int) -> np.ndarray:
-    """Return the differences between the uploads of two runs, which have different noise.
+    """Return the differences between the uploads of two runs with different noise.
 
     Each difference is divided by its promised standard deviation, which follows from the app's
     parameters. The array is empty if the uploads carry no noise, or if no two can be compared.
@@ -147,7 +147,7 @@ def scaled_upload_difference(probes: Probes, number: int) -> np.ndarray:
 
 
 def scaled_release_difference(probes: Probes, number: int) -> np.ndarray:
-    """Return the difference between the releases of two runs, which have different noise.
+    """Return the difference between the releases of two runs with different noise.
 
     The difference is divided by its promised standard deviation, which follows from the app's
     parameters. The array is empty if these parameters promise no noise in a release, or if the

@@ -58,7 +58,7 @@ class Declared:
     stddev: float
     """Standard deviation of the noise on that sum, upload or local step."""
     other_queries: Mapping[Release, int] = field(default_factory=dict)
-    """Releases of the run's queries, and how often each is made; the check measures none."""
+    """Releases of the run's queries, and how often each is made; the check measures no query."""
 
 
 @dataclass(frozen=True, kw_only=True)

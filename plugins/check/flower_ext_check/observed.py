@@ -51,7 +51,7 @@ class Observed:
     planned_rounds: int = 0
     """Number of training rounds for which strategies were started."""
     error: str = ""
-    """Type and place of the error that ended the run; "" if none did."""
+    """Type and place of the error that ended the run; "" if no error did."""
     client_errors: list[str] = field(default_factory=list)
     template: dict[str, RecordDict] = field(default_factory=dict)
     log: str = ""

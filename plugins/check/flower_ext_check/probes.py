@@ -81,7 +81,7 @@ class Probes:
 
     @property
     def real(self) -> Observed:
-        """The observations of the first run, in which clients learn; known once that run ended."""
+        """The observations of the first run, in which clients learn. That run must have ended."""
         real = self.runs[RunName.REAL]
         assert real is not None
         return real

@@ -88,9 +88,9 @@ class AppTraits:
     """Number of training rounds of the whole run."""
     claims: Sequence[Claim]
     local_mod: Mapping[str, float]
-    """Arguments of a `LocalDpMod`; empty if the app has none."""
+    """Arguments of a `LocalDpMod`; empty if the app has no such mod."""
     weight_key: str
-    """Name of the metric by which the strategy weighs replies; "" if it has none."""
+    """Name of the metric by which the strategy weighs replies; "" if it weighs by no metric."""
     secure_noise: bool
     engines_per_client: int
     """The largest number of privacy engines of Opacus that one client made."""

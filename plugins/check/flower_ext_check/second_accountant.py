@@ -22,7 +22,7 @@ def second_epsilon(declared: Declared, noise_multiplier: float, delta: float) ->
         (query.noise_multiplier / query.relation.sensitivity_factor, times)
         for query, times in declared.other_queries.items()
     ]
-    # Gaussian releases compose to one, whose 1 / sigma² is the sum of theirs.
+    # Gaussian releases compose to one release. Its 1 / sigma² is the sum of their 1 / sigma².
     sigma = sum(times / sigma**2 for sigma, times in [(relative, count), *queries]) ** -0.5
     without_sampling = float(dp_accounting.get_epsilon_gaussian(sigma, delta))
     sampling, gaussian = release.sampling, dp_accounting.GaussianDpEvent(relative)

@@ -42,10 +42,11 @@ def parse_column(text: str) -> tuple[str, Column]:
 
 
 def install(columns: Mapping[str, Column]) -> None:
-    """Let ``FederatedDataset`` of ``flwr_datasets`` return random rows, whatever its partitioners.
+    """Replace ``FederatedDataset`` of ``flwr_datasets`` by a class that returns random rows.
 
-    The rows have ``columns``. If ``columns`` is empty, the rows are like those of the data set that
-    the app asks for. This module knows the columns of a few data sets, and refuses all others.
+    The class ignores partitioners. The rows have ``columns``. If ``columns`` is empty, the rows are
+    like those of the data set that the app asks for. This module knows the columns of a few data
+    sets, and refuses all others.
     """
     import flwr_datasets  # takes seconds, so only for those who ask for random rows
 

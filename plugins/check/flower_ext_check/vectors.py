@@ -52,7 +52,7 @@ def held_step(size: int) -> np.ndarray:
 
 
 def _signs(size: int, seed: int, *, norm: float) -> np.ndarray:
-    """Return equal numbers with pseudorandom signs, which are public because the seed is."""
+    """Return equal numbers with pseudorandom signs. The signs are public, as the seed is."""
     bits = np.random.Generator(np.random.PCG64(seed)).integers(0, 2, size)
     signs: np.ndarray = np.where(bits == 0, -1.0, 1.0) * (norm / size**0.5)
     return signs

@@ -73,7 +73,7 @@ class Verdict:
     messages: Sequence[str]
     """A description of each kind of message that leaves a client."""
     diff: str
-    """A change of the app's source that makes ε provable; "" if none is needed or known."""
+    """A change of the app's source that makes ε provable; "" if no change is needed or known."""
 
     @property
     def unproven(self) -> bool:

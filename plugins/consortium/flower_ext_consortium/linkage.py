@@ -6,7 +6,7 @@ of the normalised identifier, shortened to 128 bits. Numbers come from pseudonym
 ways:
 
 * **Buckets** need no message: a number is the pseudonym modulo the number of buckets. Two people in
-  one bucket count as one user. Both stay protected, but they share one bound.
+  one bucket count as one user, so one bound protects the two together.
 * A **numbered union** needs a coordinator, who holds no key. Silos send it their pseudonyms, and it
   numbers the union of them in random order. Sorted order would reveal absent people: two
   consecutive numbers would show that the union has no pseudonym between two known ones. A silo with

@@ -184,8 +184,8 @@ def verify(content: Mapping[str, Any], public_key: str) -> None:
         if isinstance(error, InvalidValue):
             raise
         raise InvalidValue(
-            "signature: it does not fit the statement, which was changed after it was signed, or "
-            "was not signed; expected the file that flower-ext withdraw wrote"
+            "signature: it does not fit the statement; the statement was changed after it was "
+            "signed, or was never signed; expected the file that flower-ext withdraw wrote"
         ) from None
 
 

@@ -79,7 +79,7 @@ def _updatable(request: Arrays, policy: MessagePolicy) -> Arrays:
 
 
 def _read(answer: ArrayRecord | None, request: Arrays) -> Arrays:
-    """Return the arrays of an answer; none if a name, shape or type differs from the request's."""
+    """Return the arrays of an answer; empty if a name, shape or type differs from the request's."""
     if answer is None:
         return {}
     try:

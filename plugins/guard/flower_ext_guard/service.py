@@ -154,7 +154,7 @@ class Guard:
     def _content(
         self, request: RuntimeRequest, rule: MessagePolicy, app_run: _AppRun
     ) -> tuple[RecordDict, Charge | None]:
-        """Return the reply's content and its charge, which is None if the content uses no data."""
+        """Return the reply's content and its charge; the charge is None if no data were used."""
         content, charge_due = RecordDict(), None
         if rule.release == CONTRIBUTION:
             # Its imports take seconds, and most guards need none of them.

@@ -29,7 +29,7 @@ _MOD = client_level_dp_mod()
 
 
 def asks_for_contribution(message: Message) -> bool:
-    """Return True if a message of a sum asks for a vector, which only the app can compute."""
+    """Return True if a message of a sum asks for a vector. Only the app can compute vectors."""
     return records.MODEL in message.content and records.SECURE_SUM in message.content
 
 

@@ -260,7 +260,7 @@ def _describe_node(node: fx.Node, model: nn.Module) -> tuple[str, Any]:
 
 
 def _recognise_row_layer(module: Any, name: str, width: int) -> Layer | None:
-    """Return the layer for a module on rows of ``width`` numbers; None if machine code has none."""
+    """Return the layer for a module on rows of ``width`` numbers; None if no machine code fits."""
     if type(module) is nn.Linear:
         inputs, outputs = module.in_features, module.out_features
         return Layer(module=module, name=name, kind=DENSE, inputs=inputs, outputs=outputs)
@@ -359,7 +359,7 @@ _IMAGE_MODULES: Mapping[type, Callable[..., _ImageSettings | None]] = {
 
 
 def _recognise_image_layer(module: Any, name: str, shape: Sequence[int]) -> Layer | None:
-    """Return the layer for a module on images of ``shape``; None if machine code has none."""
+    """Return the layer for a module on images of ``shape``; None if no machine code fits."""
     read_settings = _IMAGE_MODULES.get(type(module))
     if read_settings is None or (settings := read_settings(module, shape)) is None:
         return None
@@ -390,7 +390,7 @@ def _inverse_epsilon(epsilon: float) -> tuple[int, bool]:
 
 
 def _pair(value: object) -> tuple[int, int] | None:
-    """Return an int, or a pair of them, as a pair; None for others, such as ``"same"``."""
+    """Return an int or a pair of ints as a pair; None for any other value, such as ``"same"``."""
     if isinstance(value, int):
         return value, value
     if isinstance(value, tuple) and len(value) == 2:

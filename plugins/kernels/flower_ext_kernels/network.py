@@ -376,7 +376,7 @@ def _library() -> Any:
 
 
 def _has_hooks(model: nn.Module) -> bool:
-    """Return True if a module has hooks or its own way to be called, which no chain shows."""
+    """Return True if a module has hooks or replaces its call, because a chain runs neither."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(
         "forward" in vars(module)

@@ -200,7 +200,7 @@ def backward(
     factor: np.float32,
     prefetched: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    """Run the backward pass: add ``factor`` · gradient to ``out``, which may be ``weights``."""
+    """Run the backward pass: add ``factor`` · gradient to ``out``; ``out`` may be ``weights``."""
     outputs, gradients, norm_memory, scratch = arrays
     # Layers before the first trained one need no gradients. The pass uses the draws backwards.
     first, used_draws = 0, len(drawn)
@@ -227,7 +227,7 @@ def backward(
             add_gradient_of_norm(layer, grad_outputs, normalised, out, factor)
         elif layer[KIND] == IMAGE_NORM:
             channel_scratch = carray(scratch, 3 * layer[CHANNELS])
-            # First all gradients of inputs: they depend on the weights, which ``out`` may be.
+            # First all gradients of inputs: they need the weights, and ``out`` may be the weights.
             for row in range(count if number > first else 0):
                 start = output_start + row * output_size
                 backward_image_norm(

@@ -40,7 +40,7 @@ class Columns:
 
 
 def draw_columns(settings: LatticeSettings) -> Columns:
-    """Return both columns of every user, in random order and with fresh keys."""
+    """Return the two columns of every user, in random order and with fresh keys."""
     drawn = [secrets.choice(((0, 1), (1, 0))) for _ in range(settings.users)]
     keys = [(secrets.token_bytes(KEY_BYTES), secrets.token_bytes(KEY_BYTES)) for _ in drawn]
     return Columns(drawn, keys)

@@ -135,7 +135,7 @@ class EncryptedSum:
                 of_parts.append(squares.sum(1))
             return of_parts
 
-        # Take one prime after the other, because both together would not fit the caches.
+        # Take one prime after the other, because two primes together would not fit the caches.
         parts = [(group, prime) for group in self._of_groups for prime in range(len(PRIMES))]
         with np.errstate(invalid="ignore", over="ignore"):
             squares = map_slices(work, parts)

@@ -55,7 +55,7 @@ def public_key(public_seed: bytes, words: bytes) -> Reals:
     Raises
     ------
     ValueError
-        A word is not below its prime.
+        A residue is not below its prime.
     """
     first = ring.from_words(words, (2, 1, DEGREE), name="public key")
     pair: Reals = key_pairs(first, public_polynomial(public_seed, "key")[:, None])[0]

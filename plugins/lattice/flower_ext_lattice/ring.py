@@ -5,8 +5,8 @@ modulo X^n + 1 into products of numbers. Its butterflies follow Longa and Naehri
 Number Theoretic Transform for Faster Ideal Lattice-Based Cryptography" (CANS 2016). The loops
 are in `ring_loops`.
 
-Arrays of residues are whole numbers in float64. Words are residues as little-endian numbers of six
-bytes.
+Arrays hold residues as whole numbers in float64. Messages hold them as *words*: little-endian
+numbers of six bytes.
 """
 
 from __future__ import annotations
@@ -224,14 +224,14 @@ def switch(residues: Reals, high: Reals, low: NDArray[np.int64]) -> NDArray[np.u
 
 
 def to_residues(words: NDArray[np.int64], prime: int) -> Reals:
-    """Return the residues of signed 64-bit words modulo a prime."""
+    """Return the residues of signed 64-bit integers modulo a prime."""
     x = np.empty(len(words))
     ring_loops.to_residues(words, PRIMES[prime].q, x)
     return x
 
 
 def add_joined(words: NDArray[np.int64], residues: Reals) -> None:
-    """Add signed numbers to ``words``, modulo 2^64.
+    """Add signed numbers to the 64-bit integers ``words``, modulo 2^64.
 
     ``residues``, of shape (2, count), has each number modulo the two primes.
     """
@@ -252,7 +252,7 @@ def from_words(data: Bytes, shape: tuple[int, ...], *, name: str) -> Reals:
     Raises
     ------
     ValueError
-        A word is not below its prime; the error names the message ``name``.
+        A residue is not below its prime; the error names the message ``name``.
     """
     words = np.frombuffer(data, np.uint8).reshape(-1, RESIDUE_BYTES)
     residues = six_byte_words.unpack(words).reshape(shape).astype(np.float64)

@@ -214,8 +214,8 @@ def _add_row(row: Any, factors: Any, total: Any, modulus: Any) -> None:
 def _transformed_row(x: Any, r: Any, modulus: Any) -> Any:
     """Apply the last six stages to row ``r`` of ``x``, in place, and return the row.
 
-    These stages combine only numbers of the same row. Finish one row after the other, while it is
-    in the nearest cache.
+    These stages combine only numbers of the same row. The caller can therefore finish each row
+    while it is in the nearest cache.
     """
     row = x[r * _ROW : (r + 1) * _ROW]
     for stage in (1, 4, 16):

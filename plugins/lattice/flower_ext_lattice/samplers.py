@@ -95,7 +95,7 @@ def _ones(words: NDArray[np.uint64]) -> NDArray[np.int64]:
 def public_polynomial(seed: bytes, *label: str | int | bytes) -> Reals:
     """Return the residues (2, DEGREE) of a uniform polynomial that all parties can compute.
 
-    Use them as the polynomial's transform, which is uniform as well.
+    Use them as the polynomial's transform, because a uniform polynomial has a uniform transform.
     """
     return np.stack(
         [

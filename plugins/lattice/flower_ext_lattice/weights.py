@@ -150,7 +150,7 @@ class OpenedWeights:
     Raises
     ------
     ValueError
-        A word is not below its prime.
+        A residue is not below its prime.
     """
 
     def __init__(

@@ -72,7 +72,8 @@ _MaybeInfinite = Annotated[float, Rule("a number >= 0", lambda x: is_number(x) a
 class DittoProblem(Checked):
     """Constants of the losses and the training that enter the bound.
 
-    Theorem 1 covers one full-gradient step a round, on both models, without clipping.
+    Theorem 1 covers one full-gradient step a round on the global and on the personal model,
+    without clipping.
 
     Parameters
     ----------
@@ -134,7 +135,7 @@ class ConvergenceBound:
 
     @property
     def converges(self) -> bool:
-        """True if both recursions contract."""
+        """True if the recursions of the personal and the global model contract."""
         return 0 <= self.personal_rate < 1 and 0 <= self.global_rate < 1
 
     def after(self, rounds: ArrayLike) -> NDArray[np.float64]:

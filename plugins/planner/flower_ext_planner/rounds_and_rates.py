@@ -1,6 +1,6 @@
 """Find the number of rounds or the sampling rate that meets a target (ε, δ).
 
-Both searches err on the safe side: with the result, the accountant's ε never exceeds the target.
+The two searches err on the safe side: the accountant's ε of a result never exceeds the target.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def best_schedule(
 class Outcome:
     """Result of a short run: the mean training loss, and its variation over clients (unfairness).
 
-    Lower values are better for both.
+    Lower values of ``loss`` and ``unfairness`` are better.
     """
 
     loss: float

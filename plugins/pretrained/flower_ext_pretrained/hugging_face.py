@@ -134,7 +134,7 @@ def _refuse_unknown(model: nn.Module, names: list[str]) -> None:
 def _refuse_tied(model: nn.Module, names: list[str]) -> None:
     """Refuse an adapter on a layer that shares its weight with another layer.
 
-    If the adapter is merged into the weight, it changes both layers.
+    An adapter that is merged into the shared weight would change both layers.
     """
     for pair in tied_names(model).items():
         layers = [name.rpartition(".")[0] for name in pair]

@@ -20,10 +20,10 @@ _ROWS = 16
 """Number of texts whose logits an evaluation holds at once, because vocabularies are large."""
 
 Scores = Mapping[str, Tensor]
-"""``losses`` and ``hits``, both of shape (n, tokens - 1), for all tokens of a text but the first.
+"""``losses`` and ``hits``, each of shape (n, tokens - 1), for all tokens of a text but the first.
 
-A loss is in nats. A hit is 1.0 if the model found the token most probable, and else 0.0. Both are 0
-if the token's label is `IGNORED`.
+A loss is in nats. A hit is 1.0 if the model found the token most probable, and else 0.0. The loss
+and the hit are 0 if the token's label is `IGNORED`.
 """
 
 

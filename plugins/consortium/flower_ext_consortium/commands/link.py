@@ -172,14 +172,14 @@ def users(
             "may be words, or decimals with a comma); apps that expect numbers take them as missing"
         )
     common = pseudonyms.fingerprint if buckets is None else f"{pseudonyms.fingerprint}-{buckets}"
-    say(f"Fingerprint {common}: all silos must print the same one, or their numbers do not match.")
+    say(f"Fingerprint {common}: if a silo prints another fingerprint, its numbers do not match.")
     if buckets is not None:
         everyone = people or linked.num_people
         of_whom = "all silos" if people else "this file alone; set --people to count all silos"
         say(
             f"{expected_shared_pairs(everyone, buckets):.3g} pairs of {everyone:,} people are "
             f"expected to share a bucket ({of_whom}). The two people of such a pair count as one "
-            "user: both are protected, together under one bound."
+            "user, so one bound protects the two together."
         )
 
 

@@ -102,7 +102,7 @@ class Study:
         return (self.path.parent / Path(path).expanduser()).absolute()
 
     def account(self, folder: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of the account that all stages share; none if they share no account.
+        """Return the settings of the account that all stages share; empty if they share no account.
 
         The budget may stand in [settings], in any stage, or in the app's ``defaults``. It holds for
         all stages, except those that name an account of their own. The function refuses a study

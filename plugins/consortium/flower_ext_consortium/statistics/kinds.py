@@ -208,7 +208,7 @@ class SurvivalCurve(Statistic):
         """Return the survival at the end of each interval.
 
         This is the product of (1 − events / people at risk) over this and all earlier intervals. It
-        is NaN if the noised number of people at risk is not above 0 in one of them.
+        is NaN if the noised number of people at risk is not above 0 in one of these intervals.
         """
         count = self.times.count
         events, leaving = totals[:, :count], totals[:, :count] + totals[:, count:-1]

@@ -55,7 +55,7 @@ _USERS_AT_A_TIME = 256
 
 
 class _Released(nn.Module):
-    """A model without layers, whose one parameter stores the released mean."""
+    """A model without layers. Its only parameter stores the released mean."""
 
     def __init__(self, joint: JointStatistics) -> None:
         super().__init__()
