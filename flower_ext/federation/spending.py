@@ -20,7 +20,7 @@ class Spending:
     """The privacy that one run may spend and has spent.
 
     Runs on the same population may share a budget. The budget's account then records what
-    these runs spend together (`claims.charge`).
+    these runs spend together (`run_guarantees.charge`).
     """
 
     ledger: Ledger | None
