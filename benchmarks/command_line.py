@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from benchmarks.runs import APPS, Config
 from flower_ext.errors import InvalidValue
@@ -45,12 +45,24 @@ def parse_overrides(parser: argparse.ArgumentParser, app: str, texts: Sequence[s
         parser.error(str(error))
 
 
-def changed_scale(scale: Scale, arguments: argparse.Namespace) -> Scale:
+def changed_scale(scale: Scale, arguments: argparse.Namespace, **changes: Any) -> Scale:
     """Return a scale with the values of all options that are named like its fields and are given.
 
     An option that is not given is None. Lists become tuples.
+
+    Parameters
+    ----------
+    changes : Any
+        Values by the names of fields whose options have another name or form. They go before
+        options, and None keeps the field's value.
+
+    Raises
+    ------
+    TypeError
+        A change names no field.
     """
     options = {field.name: getattr(arguments, field.name, None) for field in fields(scale)}
+    options |= changes
     given = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in options.items()

@@ -10,13 +10,12 @@ a linear head on a pretrained network's features, which are computed once, in a 
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping
 from itertools import product
 
 from benchmarks.command_line import experiment_parser
+from benchmarks.report.rows import store_rows
 from benchmarks.runs import Config, Experiment, last_value
-from flower_ext.files import write_rows
 from flower_ext.privacy import (
     CorrelatedNoise,
     PoissonSampling,
@@ -24,6 +23,7 @@ from flower_ext.privacy import (
     calibrate_noise_multiplier,
 )
 from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix
+from flower_ext.runs.comparison import mean_and_std
 from flower_ext.runs.page import table
 
 POPULATIONS = (
@@ -102,7 +102,7 @@ def main() -> None:
     columns = ["clients", "cohort", "rounds", "momentum", *(f"ε = {each:g}" for each in EPSILONS)]
     ratio_rows = [row for population in POPULATIONS for row in ratios(*population)]
     folder.mkdir(parents=True, exist_ok=True)
-    write_rows(folder / "correlated-ratios.csv", columns, ratio_rows)
+    store_rows("correlated-ratios", columns, ratio_rows, folder=folder)
     rows, means = [], []
     for dataset, epsilon in product(arguments.datasets, arguments.epsilons):
         base = _COMMON | DATA[dataset]
@@ -122,10 +122,9 @@ def main() -> None:
                 (dataset, f"{epsilon:g}", name, str(seed), f"{accuracy:.4f}")
                 for seed, accuracy in zip(seeds, accuracies, strict=True)
             ]
-            spread = f"{statistics.fmean(accuracies):.3f} ± {statistics.stdev(accuracies):.3f}"
-            means.append((dataset, f"{epsilon:g}", name, spread))
+            means.append((dataset, f"{epsilon:g}", name, mean_and_std(accuracies)))
     header = ("data", "epsilon", "mechanism", "seed", "accuracy")
-    write_rows(experiment.folder / "correlated.csv", header, rows)
+    store_rows("correlated", header, rows, folder=folder)
     accuracy = table(("data", "ε", "mechanism", "accuracy"), means)
     experiment.write("correlated", table(columns, ratio_rows), accuracy)
 

@@ -23,6 +23,7 @@ from benchmarks.runs import Config, Experiment, last_values, run
 from flower_ext.files import write_whole
 from flower_ext.privacy import AdversaryView, epsilon_text
 from flower_ext.runs import RunDirectory
+from flower_ext.runs.comparison import mean_and_std
 from flower_ext.runs.page import table
 
 DEFAULT: Config = {
@@ -115,15 +116,13 @@ def row(name: str, runs: Sequence[tuple[RunDirectory, Mapping[str, float]]]) -> 
         for claim in directory.guarantees()
         if claim.view is AdversaryView.RELEASED_MODELS and claim.basis == "provable"
     )
-    accuracies = last_values(directories, "accuracy_mean")
-    spread = f" ± {statistics.stdev(accuracies):.3f}" if len(accuracies) > 1 else ""
     seconds, memory = (
         statistics.fmean(usage[name] for _, usage in runs) for name in ("seconds", "megabytes")
     )
     return (
         name,
         epsilon_text(epsilon),
-        f"{statistics.fmean(accuracies):.3f}{spread}",
+        mean_and_std(last_values(directories, "accuracy_mean")),
         f"{statistics.fmean(map(last_norm, directories)):.2f}",
         f"{seconds:.0f}",
         f"{memory:.0f}",

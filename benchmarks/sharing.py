@@ -212,7 +212,8 @@ def main() -> None:
     files = sorted(folder.glob("*-*-*.csv"))
     rows = [row for path in files for row in read_rows(path.stem, folder=folder)]
     if arguments.dataset == "mnist":
-        store_rows("sharing", COLUMNS, [[row[name] for name in COLUMNS] for row in rows])
+        cells = [[row[name] for name in COLUMNS] for row in rows]
+        store_rows("sharing", COLUMNS, cells, folder=folder)
         draw(rows, folder)
 
 

@@ -66,7 +66,8 @@ def time_link(rows: int) -> tuple[float, float, float]:
         process = os.posix_spawn(sys.executable, command, os.environ)
         _, status, used = os.wait4(process, 0)
         assert status == 0
-        return time.perf_counter() - began, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
+        seconds = time.perf_counter() - began
+        return seconds, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e6
 
 
 def time_query() -> tuple[float, float]:

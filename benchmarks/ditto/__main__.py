@@ -42,9 +42,13 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="name=value, right after the figure")
     arguments = parser.parse_args()
     overrides = parse_overrides(parser, "dp-ditto", arguments.overrides)
-    arguments.planned_rounds, arguments.training_worlds = arguments.rounds, arguments.worlds
-    arguments.seeds = range(1, arguments.seeds + 1)
-    scale = changed_scale(FULL if arguments.full else DEFAULT, arguments)
+    scale = changed_scale(
+        FULL if arguments.full else DEFAULT,
+        arguments,
+        planned_rounds=arguments.rounds,
+        training_worlds=arguments.worlds,
+        seeds=range(1, arguments.seeds + 1),
+    )
     changes = SETTINGS | {"examples-per-client": scale.examples} | overrides
     experiment = Experiment.of(arguments, "dp-ditto", changes)
     figure = arguments.figure

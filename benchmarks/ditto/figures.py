@@ -79,7 +79,7 @@ def figure_2(experiment: Experiment, scale: Scale) -> str:
     experiment.draw("figure-2", "h(T, λ)", "h", lines, xlabel="T", log=True)
     header = ["η", "bound", "seed", "ε_L, ε_G", "T*", "h(0)", "h(1)", "h(80)", f"h({most})"]
     header.append("least distance to the line")
-    store_rows("dp-ditto-figure-2", header, rows)
+    store_rows("dp-ditto-figure-2", header, rows, folder=experiment.folder)
     return f"# Figure 2\n\n{table(header, rows)}"
 
 

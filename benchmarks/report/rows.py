@@ -1,9 +1,14 @@
-"""Rows of results: each completed run is one line of a CSV file in ``benchmarks/results``."""
+"""Rows of results: CSV files in ``benchmarks/results``, from which tables of pages are made.
+
+`collect` writes a line for each completed run of an app. Experiments without runs of an app write
+a CSV file into their output folder, and `copy_files` copies it.
+"""
 
 from __future__ import annotations
 
 import csv
 import math
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,11 +167,22 @@ def row_of(run: RunDirectory, columns: Columns) -> dict[str, str]:
     return row
 
 
-def store_rows(name: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Write a table that comes from no run directories to the CSV file ``name``."""
-    with (FOLDER / f"{name}.csv").open("w", newline="", encoding="utf-8") as stream:
+def store_rows(
+    name: str, header: Sequence[str], rows: Iterable[Sequence[object]], *, folder: Path
+) -> None:
+    """Write a table that comes from no run directories to ``name.csv`` in an output folder.
+
+    `copy_files` publishes the file, so that a short experiment cannot replace published rows.
+    """
+    with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerows([header, *rows])
+
+
+def copy_files(paths: Iterable[Path], folder: Path = FOLDER) -> list[Path]:
+    """Copy files that `store_rows` wrote to the published rows, and return the copies."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return [Path(shutil.copyfile(path, folder / path.name)) for path in paths]
 
 
 def read_rows(*names: str, folder: Path = FOLDER) -> list[Row]:

@@ -71,7 +71,7 @@ def contenders(pfl_python: Path | None) -> list[Contender]:
         Contender("vectorised, in process", module("ours", "--engine", "vectorised")),
         Contender("the same with two workers", module("ours", "--engine", "vectorised"), workers=2),
         Contender("loop, in process", module("ours", "--engine", "loop")),
-        Contender("bare PyTorch loop", module("bare")),
+        Contender("bare PyTorch loop", module("plain_pytorch")),
         Contender("ours on Ray", module("ours", "--engine", "ray")),
         Contender("ours on Ray, 4 nodes", module("ours", "--engine", "ray-nodes")),
         Contender("Flower's FedAvg on Ray", module("flower_fedavg")),

@@ -194,7 +194,8 @@ def peak_megabytes(device: torch.device) -> float:
     if device.type != "cpu":
         return torch.cuda.max_memory_allocated(device) / 1e6
     lines = Path("/proc/self/status").read_text().splitlines()
-    return float(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) / 1e3
+    kibibytes = int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
+    return kibibytes * 1024 / 1e6
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""Memory and time of a round by cohort and parameters, with invented updates.
+"""Memory and time of a round by cohort and parameters, with synthetic updates.
 
     python -m benchmarks memory
 
@@ -21,11 +21,11 @@ MILLIONS, COHORTS = (0.11, 1.1, 11.0), (10, 100, 1_000)
 def main() -> None:
     """Measure a round at each point, and print the table."""
     command_parser(__doc__).parse_args()
-    point = Contender("a round", (sys.executable, "-m", "benchmarks.speed.made_up"))
+    point = Contender("a round", (sys.executable, "-m", "benchmarks.speed.synthetic_updates"))
     rows = []
     for millions in MILLIONS:
         for cohort in COHORTS:
-            model = f"made-{int(millions * 1e6)}"
+            model = f"synthetic-{int(millions * 1e6)}"
             workload = Workload(model=model, clients=cohort, cohort=cohort)
             if (measured := point.run(workload, timeout=900)) is not None:
                 rows.append(

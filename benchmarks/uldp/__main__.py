@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping
 from benchmarks.command_line import changed_scale, experiment_parser
 from benchmarks.runs import Experiment
 from benchmarks.uldp.budgets import budgets
-from benchmarks.uldp.experiment import DEFAULT, FULL, METHODS, SETTINGS, Scale
-from benchmarks.uldp.experiment import FIGURES as DATASETS
+from benchmarks.uldp.experiment import DEFAULT, FIGURE_OF, FULL, METHODS, SETTINGS, Scale
 from benchmarks.uldp.groups import group_conversion
 from benchmarks.uldp.problems import PROBLEMS, all_panels
 from benchmarks.uldp.sampling import sampling_rates
@@ -43,7 +42,7 @@ def main() -> None:
     )
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="of Figures 4 to 7")
     parser.add_argument(
-        "--datasets", nargs="+", choices=DATASETS, help="of figures with several data sets"
+        "--datasets", nargs="+", choices=FIGURE_OF, help="of figures with several data sets"
     )
     parser.add_argument(
         "--budgets", action="store_true", help="the ε of all panels; nothing is trained"

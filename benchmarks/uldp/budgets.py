@@ -27,7 +27,7 @@ def budgets(experiment: Experiment, figure: int, panels: list[Problem]) -> str:
         for label in LABELS
     ]
     header, cells = list(rows[0]), [list(row.values()) for row in rows]
-    store_rows(f"uldp-fl-budgets-{figure}", header, cells)
+    store_rows(f"uldp-fl-budgets-{figure}", header, cells, folder=experiment.folder)
     return table(header, cells)
 
 

@@ -28,7 +28,7 @@ SHARED = {
 """Methods that use the settings found for another method."""
 NOISE_MULTIPLIER, DELTA = 5.0, 1e-5
 BATCH = 64
-FIGURES = {"creditcard": 4, "mnist": 5, "heart-disease": 6, "tcga-brca": 7, "tcga-brca-scaled": 7}
+FIGURE_OF = {"creditcard": 4, "mnist": 5, "heart-disease": 6, "tcga-brca": 7, "tcga-brca-scaled": 7}
 """The paper's figure of each data set."""
 SETTINGS: Config = {
     "noise-multiplier": NOISE_MULTIPLIER,
@@ -82,7 +82,7 @@ class Problem:
 
     def preset(self, label: str) -> Config:
         """Return the settings of the paper's figure for a method."""
-        name = f"uldp-fig{FIGURES[self.dataset]}-{self.users}-{self.distribution}"
+        name = f"uldp-fig{FIGURE_OF[self.dataset]}-{self.users}-{self.distribution}"
         changes = {key.replace("-", "_"): value for key, value in METHODS[label].items()}
         return preset_settings(
             "uldp-fl", name + ("-noniid" if self.labels_per_user else ""), **changes
@@ -110,7 +110,7 @@ class Scale:
     rounds: int = 0
     all_panels: bool = False
     methods: tuple[str, ...] = tuple(METHODS)
-    datasets: tuple[str, ...] = tuple(FIGURES)
+    datasets: tuple[str, ...] = tuple(FIGURE_OF)
 
     def length(self, problem: Problem) -> int:
         """Return the number of rounds of a reported run."""

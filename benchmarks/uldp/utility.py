@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.runs import Experiment, differences, last_value, last_values, mean_and_error
 from benchmarks.uldp.experiment import (
-    FIGURES,
+    DELTA,
+    FIGURE_OF,
     METHODS,
     NOISE_MULTIPLIER,
+    SETTINGS,
     Problem,
     Scale,
     choose,
@@ -40,7 +42,7 @@ def utility(problems: Sequence[Problem]) -> Callable[[Experiment, Scale], str]:
 
 
 def _panel(experiment: Experiment, scale: Scale, problem: Problem) -> str:
-    number = FIGURES[problem.dataset]
+    number = FIGURE_OF[problem.dataset]
     missing = {label: why for label in METHODS if (why := _why_not(problem, label))}
     labels = [label for label in METHODS if label not in missing and label in scale.methods]
     chosen = choose(experiment, scale, problem, labels)
@@ -76,9 +78,9 @@ def _panel(experiment: Experiment, scale: Scale, problem: Problem) -> str:
     epochs = "the scripts' epochs" if scale.full else f"{problem.epochs} local epochs"
     notes = (
         f"{scale.length(problem)} rounds, {epochs}, {scale.seeds} seeds; σ = "
-        f"{NOISE_MULTIPLIER:g}, δ = 1e-5, C = 0.1; ε is the largest over seeds. Provable is "
-        "against released models for SGD and AVG, against a server that sees each upload for "
-        f"NAIVE and GROUP. {search_text(scale, problem)}"
+        f"{NOISE_MULTIPLIER:g}, δ = {DELTA:g}, C = {SETTINGS['clipping-norm']}; ε is the largest "
+        "over seeds. Provable is against released models for SGD and AVG, against a server that "
+        f"sees each upload for NAIVE and GROUP. {search_text(scale, problem)}"
     )
     weighted, equal = runs.get("ULDP-AVG-w"), runs.get("ULDP-AVG")
     notes += "".join(

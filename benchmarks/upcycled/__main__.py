@@ -51,8 +51,9 @@ def main() -> None:
     parser.add_argument("--learning-rates", nargs="+", type=float, help="of the accuracy tables")
     parser.add_argument("--private-rounds", type=int, help="visible rounds of Figures 3 and 4")
     arguments = parser.parse_args()
-    arguments.private_methods = arguments.methods
-    scale = changed_scale(FULL if arguments.full else DEFAULT, arguments)
+    scale = changed_scale(
+        FULL if arguments.full else DEFAULT, arguments, private_methods=arguments.methods
+    )
     experiment = Experiment.of(arguments, "upcycled-fl", SETTINGS)
     if "time" in arguments.parts:  # before the cores are busy
         warm_up(experiment)

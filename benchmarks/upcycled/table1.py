@@ -62,7 +62,8 @@ def accuracies(experiment: Experiment, scale: Scale, straggler_ratio: float) -> 
     draw(folder / "differences.svg", accuracy_gains(rows))
     if scale.joint_search:  # else upcycled methods ran at one learning rate alone
         searched = experiment.folder / "runs" / "search" / name
-        store_rows(f"upcycled-fl-by-rate-{straggler_ratio:g}", *gains_by_rate(searched))
+        file = f"upcycled-fl-by-rate-{straggler_ratio:g}"
+        store_rows(file, *gains_by_rate(searched), folder=experiment.folder)
     title = f"# {straggler_ratio:.0%} stragglers, {rounds[0]} training rounds"
     experiment.write(name, title, accuracy_table(rows, straggler_ratio))
 

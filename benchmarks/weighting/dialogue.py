@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
+from unittest import mock
 
+from flower_ext.secure import threads
 from flower_ext.secure.weighting.agreement import Dialogue, ProtocolStep
 from flower_ext.secure.weighting.silo_party import SiloParty
 
 T = TypeVar("T")
+
+
+@contextmanager
+def big_integer_threads(count: int) -> Iterator[None]:
+    """Let big-integer work take ``count`` threads, whatever the number of cores."""
+    with mock.patch.object(threads, "cores", return_value=count):
+        yield
 
 
 def timed(work: Callable[..., T], *arguments: Any) -> tuple[T, float]:

@@ -38,10 +38,10 @@ def main() -> None:
     logging.getLogger("flwr").setLevel(logging.ERROR)
     experiment = Experiment.of(arguments, "uldp-fl", {"distribution": "zipf"})
     header, rows = runs(experiment)
-    store_rows("uldp-fl-figure-11", header, rows)
+    store_rows("uldp-fl-figure-11", header, rows, folder=experiment.folder)
     experiment.write("figure-11", "# Figure 11", table(header, rows))
     header, rows = growth()
-    store_rows("uldp-fl-figure-12", header, rows)
+    store_rows("uldp-fl-figure-12", header, rows, folder=experiment.folder)
     experiment.write("figure-12", "# Figure 12", table(header, rows))
 
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.weighting.dialogue import answers, converse, timed
+from benchmarks.weighting.dialogue import answers, big_integer_threads, converse, timed
 from flower_ext.privacy import seeded_generator
-from flower_ext.secure import threads
 from flower_ext.secure.weighting.agreement import ProtocolStep
 from flower_ext_lattice.messages import LatticeWeights
 from flower_ext_lattice.server import LatticeServer
@@ -63,10 +62,9 @@ class _Updates:
 
 
 def set_up(
-    settings: LatticeSettings, counts: NDArray[np.int64], workers: int, cost: Cost
+    settings: LatticeSettings, counts: NDArray[np.int64], cost: Cost
 ) -> tuple[LatticeServer, list[LatticeSilo], bytes]:
     """Exchange keys, seed and counts; begin the first round, and return its weights."""
-    threads.cores = lambda: workers
     server, cost.set_up_server = timed(lambda: LatticeServer(settings))
     silos = [LatticeSilo(settings, at) for at in range(settings.silos)]
     answering = 0.0
@@ -115,10 +113,16 @@ def round_cost(
         rounds=1000,
         draw_choices=draw_choices,
     )
+    with big_integer_threads(workers):
+        return _measured_cost(settings)
+
+
+def _measured_cost(settings: LatticeSettings) -> Cost:
+    silos, users, coordinates = settings.silos, settings.users, settings.coordinates
     rng = seeded_generator(0, "counts")
     counts = rng.integers(1, _LIMIT // silos + 1, (silos, users))
     cost, updates = Cost(), _Updates(settings)
-    server, parties, weights = set_up(settings, counts, workers, cost)
+    server, parties, weights = set_up(settings, counts, cost)
     expected = np.zeros(coordinates)
     totals = np.maximum(counts.sum(0), 1)
     spent: list[tuple[float, float, float]] = []
@@ -143,7 +147,7 @@ def round_cost(
     cost.adding, cost.finishing, cost.elapsed = (float(part) for part in np.min(spent, axis=0))
     total, cost.closing = timed(server.close_round)
     error = float(np.abs(total - expected).max())
-    cost.largest_error = math.nan if draw_choices else error
+    cost.largest_error = math.nan if settings.draw_choices else error
     return cost
 
 

@@ -19,9 +19,8 @@ import numpy as np
 import phe
 
 from benchmarks.command_line import command_parser
-from benchmarks.weighting.dialogue import open_round, set_up, timed, weigh
+from benchmarks.weighting.dialogue import big_integer_threads, open_round, set_up, timed, weigh
 from flower_ext.runs.page import table
-from flower_ext.secure import threads
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
 from flower_ext.secure.weighting.paillier_server import PaillierServer
 from flower_ext.secure.weighting.paillier_settings import PaillierSettings
@@ -67,8 +66,8 @@ class Round:
 class Parties:
     """Server and silos after set-up, and an input."""
 
+    @big_integer_threads(1)
     def __init__(self, settings: PaillierSettings, key: PrivateKey | None = None) -> None:
-        threads.cores = lambda: 1
         self.settings = settings
         self.server = PaillierServer(settings, key=key)
         self.silos = [PaillierSilo(settings, i) for i in range(settings.silos)]
@@ -79,6 +78,7 @@ class Parties:
         self.updates = rng.uniform(-1, 1, (settings.silos, settings.users, settings.coordinates))
         self.noise = rng.normal(0, 3, (settings.silos, settings.coordinates))
 
+    @big_integer_threads(1)
     def round(self, number: int) -> Round:
         """Run one round, and compare it with the plain sum."""
         message, encrypting = timed(open_round, self.server, number)

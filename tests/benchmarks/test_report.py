@@ -1,16 +1,21 @@
 """Result tables: pages agree with the rows in ``benchmarks/results``, and rows with their runs."""
 
+import sys
+
 import pytest
 
+from benchmarks.report.__main__ import main
 from benchmarks.report.pages import pages, table_names, with_tables
 from benchmarks.report.rows import (
     COLUMNS,
     collect,
     column_values,
+    copy_files,
     curve,
     gains,
     read_rows,
     select_rows,
+    store_rows,
 )
 from benchmarks.report.tables import TABLES
 from benchmarks.report.tables.cells import count_gains
@@ -83,6 +88,24 @@ def test_completed_runs_become_rows_beside_those_of_other_machines(tmp_path):
     rows = read_rows("uldp-fl-figure-6", folder=results)
     assert column_values(rows, "loss_pooled") == [0.5, 0.125]
     assert select_rows(rows, seed=2, method="x") == rows[1:]
+
+
+def test_stored_rows_are_published_only_when_their_file_is_copied(tmp_path):
+    output, results = tmp_path / "output", tmp_path / "results"
+    output.mkdir()
+    store_rows("sharing", ("seed", "accuracy"), [(1, "0.5")], folder=output)
+    assert read_rows("sharing", folder=results) == []
+    assert copy_files([output / "sharing.csv"], results) == [results / "sharing.csv"]
+    assert read_rows("sharing", folder=results) == [{"seed": "1", "accuracy": "0.5"}]
+
+
+@pytest.mark.parametrize("name", ["missing.csv", "page.md"])
+def test_the_command_stores_nothing_but_csv_files(name, tmp_path, monkeypatch, capsys):
+    (tmp_path / "page.md").write_text("text", encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["report", "--store", str(tmp_path / name)])
+    with pytest.raises(SystemExit):
+        main()
+    assert "expected a CSV file" in capsys.readouterr().err
 
 
 def test_gains_are_by_seed():

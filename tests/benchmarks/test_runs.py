@@ -60,6 +60,14 @@ def test_a_scale_changes_in_the_fields_that_the_command_line_gives(options, scal
     assert changed_scale(Scale(), parser.parse_args(options)) == scale
 
 
+def test_changes_go_before_options_unless_they_are_none():
+    arguments = argparse.Namespace(rounds=3, methods=["a"])
+    scale = changed_scale(Scale(), arguments, rounds=range(2), methods=None, search=None)
+    assert scale == Scale(rounds=range(2))
+    with pytest.raises(TypeError, match="seeds"):
+        changed_scale(Scale(), arguments, seeds=1)
+
+
 def test_a_search_takes_the_best_mean_score_without_diverged_runs(tmp_path, monkeypatch):
     """The runs are numbers: only their scores are tested."""
     scores = {

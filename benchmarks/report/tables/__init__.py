@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.report.rows import read_rows
-from benchmarks.report.tables import ditto, sharing, uldp, upcycled
+from benchmarks.report.tables import correlated, ditto, sharing, uldp, upcycled
 from benchmarks.report.tables.cells import stored_table
 from benchmarks.upcycled.experiment import SYNTHETIC
 
@@ -67,5 +67,7 @@ TABLES: dict[str, Callable[[], str]] = {
         _stored, ditto.series_table, "dp-ditto-figure-6-mnist-dnn", metrics=_UTILITY
     ),
     "sharing": sharing.accuracies_table,
+    "correlated-ratios": partial(stored_table, "correlated-ratios"),
+    "correlated-accuracies": partial(correlated.accuracies_table, 2.0),
 }
 """The tables by their names in the pages."""

@@ -1,4 +1,4 @@
-"""One round of DPFedAvg with invented updates: clipped, added, and noised by the server."""
+"""One round of DPFedAvg with synthetic updates: clipped, added, and noised by the server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flower_ext.training import LocalTraining, Params, Task
 OUTPUTS = 1_000
 
 
-def made_up(work: ClientWork) -> LocalResult:
+def synthetic_update(work: ClientWork) -> LocalResult:
     """Return an update as large as the model."""
     return LocalResult(update={n: torch.full_like(p, 1e-3) for n, p in work.received.items()})
 
@@ -37,16 +37,19 @@ def received(work: ClientWork) -> Params:
     return work.received
 
 
-class MadeUp(DPFedAvg):
+class SyntheticUpdates(DPFedAvg):
     """A method whose clients answer without training."""
 
     client = ClientMethod(
-        name="made_up", local_update=made_up, local_model=received, memory=Memory.NONE
+        name="synthetic_updates",
+        local_update=synthetic_update,
+        local_model=received,
+        memory=Memory.NONE,
     )
 
 
 def main() -> None:
-    """Run one round of a workload; its model ``made-1100000`` has 1,100,000 parameters."""
+    """Run one round of a workload; its model ``synthetic-1100000`` has 1,100,000 parameters."""
     workload = parse()
     cohort, width = workload.cohort, int(workload.model.partition("-")[2]) // OUTPUTS
     examples = Examples(torch.zeros(1, width), torch.zeros(1, dtype=torch.long))
@@ -64,10 +67,11 @@ def main() -> None:
 
     @server.main()
     def _(grid: Grid, context: Context) -> None:
-        strategy = FederatedStrategy(MadeUp(local=LocalTraining()), plan, evaluate_every=0)
+        method = SyntheticUpdates(local=LocalTraining())
+        strategy = FederatedStrategy(method, plan, evaluate_every=0)
         strategy.start(grid, ArrayRecord(task.initial_params(0)), num_rounds=1)
 
-    run_in_process(server, MadeUp.client_app(task), num_clients=cohort)
+    run_in_process(server, SyntheticUpdates.client_app(task), num_clients=cohort)
     print(json.dumps({"ms": 1e3 * (time.perf_counter() - started)}), flush=True)
 
 
