@@ -104,7 +104,8 @@ def measured_runs(
                 "megabytes": usage.ru_maxrss * 1024 / 1e6,
             }
             write_whole(file, json.dumps(resources).encode(), private=False)
-        yield RunDirectory.open(path), json.loads(file.read_text())
+        # A finished run is kept; one with other settings is refused.
+        yield run(app, config), json.loads(file.read_text())
 
 
 def row(name: str, runs: Sequence[tuple[RunDirectory, Mapping[str, float]]]) -> tuple[str, ...]:

@@ -205,11 +205,11 @@ def main() -> None:
     )
     for sizes in product(arguments.clients, arguments.examples, arguments.classes):
         cell = Cell(*sizes)
-        path = folder / f"{cell.name}.csv"
+        path = folder / f"{arguments.dataset}-{cell.name}-{arguments.seeds}.csv"
         if cell.clients * cell.examples <= LARGEST_SHARE * len(parts[0]) and not path.exists():
             write_rows(path, COLUMNS, measure_cell(cell, parts, arguments.seeds))
             print(path, flush=True)
-    files = sorted(folder.glob("*-*-*.csv"))
+    files = sorted(folder.glob(f"{arguments.dataset}-*-{arguments.seeds}.csv"))
     rows = [row for path in files for row in read_rows(path.stem, folder=folder)]
     if arguments.dataset == "mnist":
         cells = [[row[name] for name in COLUMNS] for row in rows]

@@ -5,7 +5,7 @@
 A round draws 100 of 1,000 clients. Each client holds 50 images (28×28) and trains for one epoch of
 SGD in batches of 10 on one thread. All contenders run with and without central DP. ``--full`` adds
 rounds of 1,000 of 10,000 clients. Two workers and the contenders on Ray may use every core.
-``--device cuda`` trains on a GPU, where the examples are beforehand.
+``--device cuda`` trains on a GPU; the examples are on it before the clock starts.
 
 pfl-research needs another environment: run ``python -m venv pfl; pfl/bin/pip install pfl torch``,
 then name its Python by ``--pfl pfl/bin/python``.

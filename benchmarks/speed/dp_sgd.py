@@ -90,7 +90,9 @@ def main() -> None:
     parts, device = arguments.parts, arguments.device
     if arguments.contender:
         (name,) = parts
-        print(json.dumps(compete(arguments.contender, *MODELS[name], torch.device(device))))
+        print(
+            json.dumps(compete(arguments.contender, *(MODELS | LARGE)[name], torch.device(device)))
+        )
         return
     rows = []
     models = MODELS if device == "cpu" else MODELS | LARGE
@@ -106,12 +108,17 @@ def main() -> None:
                 *(f"{measured.milliseconds:.1f}" for measured in best.values()),
                 f"{ours / best['plain'].milliseconds:.2f}",
                 *(f"{measured.milliseconds / ours:.2f}" for measured in others),
-                *(f"{memory / max(measured.megabytes, 1.0):.2f}" for measured in others),
+                *(_ratio(memory, measured.megabytes) for measured in others),
             )
         )
     header = ("model", "plain, ms", "ours, ms", "Opacus, ms", "ghost, ms")
     ratios = ("ours / plain", "Opacus / ours", "ghost / ours")
     print(table((*header, *ratios, "memory, ours / Opacus", "memory, ours / ghost"), rows))
+
+
+def _ratio(ours: float, theirs: float) -> str:
+    """Return ``ours / theirs`` as text; a dash for a contender that failed or grew below 1 MB."""
+    return f"{ours / theirs:.2f}" if min(ours, theirs) >= 1 else "–"
 
 
 def one_run(contender: str, model: str, device: str) -> Measured | None:

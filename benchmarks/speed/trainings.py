@@ -14,8 +14,8 @@ The loop written by hand keeps one model and copies each training's parameters i
 
 The ways run in turn, and the fastest of three runs counts. On a CPU, training uses one thread and
 processor time is measured, because other work disturbs it less. On an accelerator, wall time is
-measured over two runs, all data of the loop by hand are there beforehand, and there are 1,000
-clients, or 128 clients of ResNet-18 with GroupNorm and images of 3×32×32.
+measured over two runs, the loop by hand has all its data there before the clock starts, and there
+are 1,000 clients, or 128 clients of ResNet-18 with GroupNorm and images of 3×32×32.
 """
 
 from __future__ import annotations

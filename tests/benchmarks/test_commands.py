@@ -49,7 +49,7 @@ def start(monkeypatch, name, options):
     import_module(".".join(module.parts)).main()
 
 
-def test_every_experiment_runs_and_describes_its_measurement_in_one_line():
+def test_every_experiment_has_a_command_and_says_what_it_measures():
     for module in command.EXPERIMENTS.values():
         assert "def main(" in command.path_of(module).read_text(encoding="utf-8")
         assert len(command.purpose(module)) > 20

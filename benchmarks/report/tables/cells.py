@@ -27,9 +27,9 @@ def count_gains(pairs: Iterable[Sequence[float]], digits: int) -> tuple[int, int
         Digits of a mean gain that count: the difference of two equal means may be 1e-17.
     """
     means = [(statistics.mean(gains), standard_error(gains)) for gains in pairs]
+    sure = [mean for mean, error in means if abs(mean) > 2 * error and round(mean, digits)]
     up = sum(round(mean, digits) > 0 for mean, _ in means)
-    surely = sum(mean > 2 * error for mean, error in means)
-    return up, surely, sum(mean < -2 * error for mean, error in means)
+    return up, sum(mean > 0 for mean in sure), sum(mean < 0 for mean in sure)
 
 
 def stored_table(name: str, without: tuple[str, ...] = ()) -> str:

@@ -29,12 +29,10 @@ def bounds_table() -> str:
 
 
 def _span(values: Sequence[str]) -> str:
-    least, greatest = min(values, key=_number), max(values, key=_number)
+    if "–" in values:
+        return "–"
+    least, greatest = min(values, key=float), max(values, key=float)
     return least if least == greatest else f"{least}–{greatest}"
-
-
-def _number(text: str) -> float:
-    return math.nan if text == "–" else float(text)
 
 
 def rounds_table(rows: Sequence[Row], metrics: Mapping[str, int]) -> str:
