@@ -13,7 +13,7 @@ def privacy_loss(*, sampling, noise_multiplier, rounds, delta, relation, account
 
 def most_rounds(*, epsilon, delta, sampling, noise_multiplier):
     """Return the largest number of equal releases whose ε is at most ``epsilon``."""
-    facts = {"delta": delta, "sampling": sampling, "noise_multiplier": noise_multiplier}
-    facts["relation"] = sampling.default_relation
-    rounds = (n for n in count() if privacy_loss(rounds=n + 1, **facts).epsilon > epsilon)
+    terms = {"delta": delta, "sampling": sampling, "noise_multiplier": noise_multiplier}
+    terms["relation"] = sampling.default_relation
+    rounds = (n for n in count() if privacy_loss(rounds=n + 1, **terms).epsilon > epsilon)
     return next(rounds)

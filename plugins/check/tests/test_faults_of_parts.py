@@ -24,10 +24,10 @@ def cases_found(requests):
     )
     cohorts = {1: range(requests // 2), 2: range(requests - requests // 2)}
     real = SimpleNamespace(cohorts=cohorts, rounds=ROUNDS, strategy_starts=1)
-    found = []
-    findings = SimpleNamespace(add=lambda case, **values: found.append(case))
+    cases = []
+    findings = SimpleNamespace(add=lambda case, **values: cases.append(case))
     add_uncounted_messages(SimpleNamespace(real=real, traits=traits), findings)
-    return found
+    return cases
 
 
 @pytest.mark.parametrize("probability", [DECISION_ERROR, 1e-6])

@@ -36,14 +36,14 @@ def test_no_calibrated_number_of_rounds_exceeds_its_target_and_one_more_would(
     for setting in random_targets(settings, seed=1):
         if isinstance(setting["sampling"], PoissonSampling):
             setting["accountant"] = "rdp"  # PLD takes a minute over the rounds that are tried
-        facts = {name: value for name, value in setting.items() if name != "rounds"}
+        terms = {name: value for name, value in setting.items() if name != "rounds"}
         searching_by(setting["accountant"])
-        rounds = calibrate_rounds(noise_multiplier=5.0, **without_accountant(facts))
-        target = facts.pop("epsilon")
-        facts |= {"relation": setting["sampling"].default_relation, "noise_multiplier": 5.0}
-        assert privacy_loss(rounds=rounds, **facts).epsilon <= target, setting
+        rounds = calibrate_rounds(noise_multiplier=5.0, **without_accountant(terms))
+        target = terms.pop("epsilon")
+        terms |= {"relation": setting["sampling"].default_relation, "noise_multiplier": 5.0}
+        assert privacy_loss(rounds=rounds, **terms).epsilon <= target, setting
         more = rounds + (1 if rounds < 2**16 else rounds // 1000)  # inexact beyond 100,000
-        assert privacy_loss(rounds=more, **facts).epsilon > target, setting
+        assert privacy_loss(rounds=more, **terms).epsilon > target, setting
 
 
 @pytest.mark.parametrize("settings", grid([4, 15], lambda settings: settings == 4))
@@ -59,17 +59,17 @@ def test_no_calibrated_sampling_rate_exceeds_its_target_and_a_little_more_would(
             rate = calibrate_sampling_rate(population=population, noise_multiplier=2.0, **known)
         except TargetOutOfReach:
             continue
-        facts = {name: value for name, value in setting.items() if name != "epsilon"}
+        terms = {name: value for name, value in setting.items() if name != "epsilon"}
         sampling = PoissonSampling(population, rate)
-        facts |= {
+        terms |= {
             "sampling": sampling,
             "relation": sampling.default_relation,
             "noise_multiplier": 2.0,
         }
-        assert privacy_loss(**facts).epsilon <= target, setting
+        assert privacy_loss(**terms).epsilon <= target, setting
         if rate < 0.99:
-            facts["sampling"] = PoissonSampling(population, 1.01 * rate)
-            assert privacy_loss(**facts).epsilon > target, setting
+            terms["sampling"] = PoissonSampling(population, 1.01 * rate)
+            assert privacy_loss(**terms).epsilon > target, setting
 
 
 def test_not_even_one_round_may_fit():

@@ -94,9 +94,9 @@ def test_a_client_that_forgets_leaves_no_keys_of_masked_sums(tmp_path):
     methods = ("fedavg-sum", "uldp_avg")
 
     def of(run_id, partition):
-        facts = {"partition-id": partition, "state-folder": str(tmp_path)}
+        node_config = {"partition-id": partition, "state-folder": str(tmp_path)}
         # In each run, the server gives the client's node another id.
-        return Context(run_id, 1_000 * run_id + partition, facts, RecordDict(), {})
+        return Context(run_id, 1_000 * run_id + partition, node_config, RecordDict(), {})
 
     for run_id, partition in ((1, 3), (7, 3), (7, 33), (3, 4)):
         for method in methods:

@@ -41,11 +41,11 @@ def test_no_calibrated_noise_exceeds_its_target_and_a_little_less_noise_would(
         target = setting["epsilon"]
         searching_by(setting["accountant"])
         sigma = calibrate_noise_multiplier(**without_accountant(setting))
-        facts = {name: value for name, value in setting.items() if name != "epsilon"}
-        facts["relation"] = setting["sampling"].default_relation
-        assert privacy_loss(noise_multiplier=sigma, **facts).epsilon <= target, setting
+        terms = {name: value for name, value in setting.items() if name != "epsilon"}
+        terms["relation"] = setting["sampling"].default_relation
+        assert privacy_loss(noise_multiplier=sigma, **terms).epsilon <= target, setting
         if sigma > 0.01:
-            less = privacy_loss(noise_multiplier=0.99 * sigma, **facts).epsilon
+            less = privacy_loss(noise_multiplier=0.99 * sigma, **terms).epsilon
             assert less > target, setting
 
 
@@ -57,16 +57,16 @@ def test_an_unreachable_target_is_an_error_that_says_what_to_change():
 
 
 def test_a_target_that_other_releases_exceed_by_themselves_is_blamed_on_them():
-    facts = {"delta": 1e-5, "sampling": FullParticipation(10), "rounds": 1}
+    terms = {"delta": 1e-5, "sampling": FullParticipation(10), "rounds": 1}
     one = Release(
-        sampling=facts["sampling"],
+        sampling=terms["sampling"],
         noise_multiplier=2.0,
-        relation=facts["sampling"].default_relation,
+        relation=terms["sampling"].default_relation,
     )
     spent = privacy_loss_of({one: 3}, delta=1e-5).epsilon
     with pytest.raises(TargetOutOfReach, match=f"other releases, .* alone spend {spent:.4g}"):
-        calibrate_noise_multiplier(epsilon=0.99 * spent, besides={one: 3}, **facts)
-    assert calibrate_noise_multiplier(epsilon=1.1 * spent, besides={one: 3}, **facts) > 2.0
+        calibrate_noise_multiplier(epsilon=0.99 * spent, besides={one: 3}, **terms)
+    assert calibrate_noise_multiplier(epsilon=1.1 * spent, besides={one: 3}, **terms) > 2.0
 
 
 @pytest.mark.parametrize("epsilon", [0.0, -1.0, math.nan, math.inf])
@@ -95,9 +95,9 @@ def test_a_delta_above_the_chance_of_being_drawn_needs_no_noise(
 def test_without_noise_epsilon_is_zero_only_for_deltas_above_the_draw_probability():
     # With next to no noise, a release is (0, δ) for δ = 1 - (1 - q)^T, and for no smaller δ.
     chance = 1 - 0.99**20
-    facts = {"sampling": SELDOM, "rounds": 20, "relation": SELDOM.default_relation}
-    assert privacy_loss(noise_multiplier=1e-2, delta=1.0001 * chance, **facts).epsilon == 0
-    assert privacy_loss(noise_multiplier=1e-2, delta=0.99 * chance, **facts).epsilon > 1_000
+    terms = {"sampling": SELDOM, "rounds": 20, "relation": SELDOM.default_relation}
+    assert privacy_loss(noise_multiplier=1e-2, delta=1.0001 * chance, **terms).epsilon == 0
+    assert privacy_loss(noise_multiplier=1e-2, delta=0.99 * chance, **terms).epsilon > 1_000
 
 
 def test_millions_of_rounds_take_few_grids_and_keep_the_target(monkeypatch):
@@ -110,9 +110,9 @@ def test_millions_of_rounds_take_few_grids_and_keep_the_target(monkeypatch):
         epsilon=1.0, delta=1e-5, sampling=sampling, rounds=rounds, tolerance=0.02
     )
     assert len(grids) < 20
-    facts = {"delta": 1e-5, "sampling": sampling, "rounds": rounds}
-    facts["relation"] = sampling.default_relation
-    spent = privacy_loss(noise_multiplier=sigma, **facts)
+    terms = {"delta": 1e-5, "sampling": sampling, "rounds": rounds}
+    terms["relation"] = sampling.default_relation
+    spent = privacy_loss(noise_multiplier=sigma, **terms)
     assert 0.97 < spent.epsilon <= 1.0
     assert spent.accountant == "PLD"
     # The central limit: one Gaussian with a shift of q √(T (exp σ⁻² - 1)).
