@@ -81,7 +81,7 @@ test: $(VENV)/.compiled
 # Tests of what plug-ins change.
 CORE = tests/test_plugins.py tests/training/batched tests/training/test_side_by_side.py \
 	tests/federation/engines tests/federation/test_independence.py tests/federation/test_paths.py \
-	$(addprefix tests/algorithms/uldp/test_,methods.py sensitivity.py noise_and_dropouts.py memory.py refusals.py) \
+	$(addprefix tests/algorithms/uldp/test_,methods.py sensitivity.py noise_and_dropouts.py silo_training_in_parts.py refusals.py) \
 	plugins/audit/tests/test_odd_units.py
 
 test-core: install

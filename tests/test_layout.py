@@ -1,6 +1,7 @@
 """The places of tests and helpers, so that the path of a module leads to its tests."""
 
 import re
+import subprocess
 from pathlib import Path
 
 from pathspec import GitIgnoreSpec
@@ -12,6 +13,7 @@ ELSEWHERE = {
     "benchmarks": "tests of the folder benchmarks/",
     "docs": "tests of the folder docs/, and of README",
 }
+TEST_PATH = re.compile(r"(?<=\s)(?:plugins/\w+/)?tests/[\w/.]+")
 HELPERS = {
     "support": "fixtures, worlds, recorders and plain loops that several test modules use",
     "faults": "the library of faults, which benchmarks/faults.py runs as well",
@@ -52,3 +54,11 @@ def test_git_ignores_no_module_which_a_wheel_would_then_lack():
     files = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "apps").rglob("*.py"), *TESTS.rglob("*.py")]
     names = [path.relative_to(PACKAGE.parent).as_posix() for path in files]
     assert [name for name in names if ignored.match_file(name)] == []
+
+
+def test_all_tests_that_the_makefile_names_exist():
+    commands = ["make", "--dry-run", "test-core", "nightly"]
+    output = subprocess.run(commands, cwd=PACKAGE.parent, check=True, capture_output=True, text=True)
+    paths = TEST_PATH.findall(output.stdout)
+    assert len(paths) > 10
+    assert [path for path in paths if not (PACKAGE.parent / path).exists()] == []
