@@ -46,7 +46,7 @@ class Connected:
     Parameters
     ----------
     clients : Clients
-        The clients. The method can ask them questions, which the client side's ``answer`` answers.
+        The clients. The method can ask them questions, to which `ClientMethod.answer` replies.
     summation : Summation
         Adds up the clients' contributions in every round.
     model : Mapping[str, ndarray]

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def check_whole(params: Mapping[str, torch.Tensor], task: Task) -> None:
-    """Refuse ``params`` that lack a part of the model, or that are a `Training`."""
+    """Refuse ``params`` that lack a part of the model, and a `Training` in place of parameters."""
     check_yielded(params)
     if not params.keys() >= task.shapes.keys():
         missing = sorted(task.shapes.keys() - params.keys())

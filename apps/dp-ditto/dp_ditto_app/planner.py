@@ -136,8 +136,9 @@ def planned_rounds(
     plan = plan_of(1)
     if not isinstance(plan, RecordLevelPlan):
         raise UnfitSetting(
-            f"run-config planner={settings.planner!r} with a {type(plan).__name__}: expected a "
-            "RecordLevelPlan, because Theorem 1 covers no other noise, or planner='none'"
+            f"run-config planner={settings.planner!r} with a {type(plan).__name__}: expected "
+            "planner='none', or a RecordLevelPlan: the planner rests on Theorem 1 of the DP-Ditto "
+            "paper, which covers no other noise"
         )
     planned = best_schedule(
         problem_of(settings, task, pilot),

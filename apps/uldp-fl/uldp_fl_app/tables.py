@@ -137,9 +137,9 @@ def tcga_brca(folder: Path | None = None, *, scaled: bool = False) -> list[Clien
     The FLamby benchmark defines the split into training and test.
 
     Targets are float32 (n, 2): time in days, and 1 for a death or 0 for the end of observation.
-    Features are age in years and indicators, unscaled. In years, age weighs fifty times as much as
-    any indicator, so under noise its weight alone decides how well a model ranks. With ``scaled``,
-    age is in decades from 60, a scale that depends on no record.
+    Features are age in years and indicators, unscaled. An age in years is about fifty times as
+    large as any indicator, so under noise its coefficient alone decides how well a model ranks.
+    With ``scaled``, age is in decades from 60, a scale that depends on no record.
 
     Raises
     ------

@@ -85,7 +85,8 @@ def _binomial(count: int, rate: float) -> tuple[list[float], list[float]]:
     """Return the values of Binomial(count, rate), and their probabilities.
 
     Values of negligible probability are left out, and ``count``, the largest value, gets their
-    probability. This is safe, because a larger shift never has a smaller privacy loss.
+    probability. This never lowers ε, because the loss grows with the value: it is the number of
+    records in a batch that belong to one group.
     """
     from scipy import stats
 

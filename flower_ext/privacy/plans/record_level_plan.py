@@ -114,7 +114,7 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
         return self.sampling.population * self.num_examples
 
     def mechanism(self, method: MethodTraits) -> RoundMechanism:
-        """Return this plan, which is its own mechanism.
+        """Return this plan itself, because it is also the mechanism of its runs.
 
         With ``steps``, refuse a method that also uses records outside the local steps to compute an
         upload, because the noise of the steps does not cover this use.

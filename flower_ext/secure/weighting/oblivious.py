@@ -171,7 +171,7 @@ class Receiver:
             ]
         except InvalidTag as error:
             raise InvalidValue(
-                "sealed texts: expected texts that the sender sealed for this answer"
+                "sealed texts: expected texts that the sender encrypted for this receiver's choices"
             ) from error
 
 

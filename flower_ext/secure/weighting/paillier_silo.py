@@ -153,7 +153,7 @@ class PaillierOpenSum(SiloSum):
 
         One silo is responsible for each ciphertext, and the silos take turns from round to round.
         Without this step, the server could test a guess of the updates: it made the encryptions, so
-        it could compute which randomness the product of all uploads would then have.
+        it could compute the randomness that the product of all uploads has if the guess is right.
         """
         silos, public = self._settings.silos, self._silo.public
         first = (self._silo.index - self._number) % silos
@@ -202,7 +202,8 @@ def column_products(
     """
     if exponents.ndim != 2 or len(exponents) != len(bases):
         raise InvalidValue(
-            f"exponents of shape {exponents.shape}: expected ({len(bases)}, products)"
+            f"exponents of shape {exponents.shape}: expected {len(bases)} rows, one for "
+            "each base, and a column for each product"
         )
     if not np.abs(exponents).max(initial=0) <= largest <= LARGEST_EXPONENT:
         raise InvalidValue(

@@ -69,7 +69,7 @@ class Way(StrEnum):
 
 
 class Passes:
-    """Passes of examples through one model of a task, in any `Way`.
+    """Forward and backward passes of examples through one model, in each `Way` to find gradients.
 
     ``names`` are the trained parameters, and ``batch_size`` is the usual size of a batch. The
     constructor refuses a model with a layer that mixes examples.

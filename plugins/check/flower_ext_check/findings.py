@@ -128,5 +128,5 @@ class Findings:
         return self.app.call_of("serverapp", *loops, *classes, "start", "send_and_receive", "main")
 
     def ordered(self) -> list[Finding]:
-        """Return all findings, beginning with those that refute."""
+        """Return all findings, beginning with those that leave no ε provable."""
         return sorted(self.by_code.values(), key=lambda finding: not finding.refutes)

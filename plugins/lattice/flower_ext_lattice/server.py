@@ -22,7 +22,7 @@ from flower_ext_lattice.settings import LatticeSettings
 
 
 class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
-    """The party that relays messages, encrypts weights that it does not know, and decrypts sums.
+    """The party that relays messages, encrypts masked weights, and decrypts sums.
 
     The weights of an epoch serve for one round if users are drawn, and otherwise for the whole run.
     """
