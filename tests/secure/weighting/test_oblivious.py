@@ -123,7 +123,7 @@ def test_no_other_text_can_be_opened_with_what_the_receiver_has():
         receiver.choices = [*right]
         receiver.choices[at] = (right[at] + turn) % 3
         with pytest.raises(
-            ValueError, match="expected texts that the sender sealed for this answer"
+            ValueError, match="expected texts that the sender encrypted"
         ):
             receiver.open(sealed, SIZE)
     receiver.choices, step = right, SIZE + SEAL_BYTES
@@ -131,7 +131,7 @@ def test_no_other_text_can_be_opened_with_what_the_receiver_has():
         chosen, other = (3 * at + right[at]) * step, (3 * ((at + 1) % 4) + place) * step
         moved = sealed[:chosen] + sealed[other : other + step] + sealed[chosen + step :]
         with pytest.raises(
-            ValueError, match="expected texts that the sender sealed for this answer"
+            ValueError, match="expected texts that the sender encrypted"
         ):
             receiver.open(moved, SIZE)  # the text of another transfer
 
@@ -142,7 +142,7 @@ def test_a_key_belongs_to_one_run_one_answer_and_one_place():
     sealed = sender.seal(receiver.answer, texts(2, 2))
     other = Receiver(sender.public, KEY, run=b"another run", transfers=2, num_texts=2)
     assert other.answer == receiver.answer
-    with pytest.raises(ValueError, match="expected texts that the sender sealed for this answer"):
+    with pytest.raises(ValueError, match="expected texts that the sender encrypted"):
         other.open(sealed, SIZE)
     moved = crypto_core_ed25519_add(points(receiver.answer)[0], sender.public)
     one, beside = (sender.keys(data, 1, 2)[0] for data in (receiver.answer[:POINT_BYTES], moved))
