@@ -58,7 +58,9 @@ def test_git_ignores_no_module_which_a_wheel_would_then_lack():
 
 def test_all_tests_that_the_makefile_names_exist():
     commands = ["make", "--dry-run", "test-core", "nightly"]
-    output = subprocess.run(commands, cwd=PACKAGE.parent, check=True, capture_output=True, text=True)
+    output = subprocess.run(
+        commands, cwd=PACKAGE.parent, check=True, capture_output=True, text=True
+    )
     paths = TEST_PATH.findall(output.stdout)
     assert len(paths) > 10
     assert [path for path in paths if not (PACKAGE.parent / path).exists()] == []

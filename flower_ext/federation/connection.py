@@ -150,8 +150,12 @@ def rehearse(run: Run, config: ConfigRecord) -> None:
         records.ROUND: ConfigRecord({REHEARSAL: True}),
     }
     trusted = not run.mechanism.client_protects
-    partitions, reason = list(clients.nodes)[:3], "no answer"
-    for partition in partitions:
+    asked, reason = set[int](), "no answer"
+    for _ in range(3):
+        leave_out_withdrawn(run)
+        if (partition := next((p for p in clients.nodes if p not in asked), None)) is None:
+            break
+        asked.add(partition)
         messages = clients.messages("train", {partition: content}, 1)
         for reply in clients.replies(messages.values()):
             try:
@@ -165,7 +169,7 @@ def rehearse(run: Run, config: ConfigRecord) -> None:
         "client_level_dp_mod first: an earlier mod finds no metrics, and must not change an upload"
     )
     raise FederationNotReady(
-        f"the ClientApp cannot take part: none of {len(partitions)} clients returned a "
+        f"the ClientApp cannot take part: none of {len(asked)} clients returned a "
         f"usable update for the rehearsal ({reason}). No round began, and no "
         f"privacy was spent{mods if roster.protects else ''}"
     )

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 
 from flower_ext.algorithms import DPFedAvg, FedPer, UldpAvg
 from flower_ext.algorithms.uldp import UldpGroup, UldpNaive
@@ -183,6 +184,37 @@ def test_an_evaluation_omits_a_client_that_withdraws_just_before_it(tmp_path, ch
     assert any(kind.startswith("eval") for kind in grid.of(0))
     assert not any(kind.startswith("eval") for kind in grid.of(LEAVING))
     assert forgotten(Ledger.read(given.ledger)) == {LEAVING}
+
+
+def add_a_step(message, context):
+    """Train as a ClientApp that does not use this package."""
+    moved = {name: Array(array.numpy() + 1) for name, array in message.content["arrays"].items()}
+    content = {"arrays": ArrayRecord(moved), "metrics": MetricRecord({"num-examples": 1})}
+    return Message(RecordDict(content), reply_to=message)
+
+
+def test_no_rehearsal_asks_a_client_that_withdrew_since_the_connection(tmp_path):
+    given = budget(tmp_path)
+    given.ledger.touch()
+
+    class Failing(Watching):
+        """The first reply to the rehearsal is lost, while another client withdraws."""
+
+        def send_and_receive(self, messages, **how):
+            replies = super().send_and_receive(messages, **how)
+            if [kind for kind, _ in self.asked].count("train") == 1:
+                withdraw(given.ledger, PrivacyUnit.CLIENT, [1])
+                return []
+            return replies
+
+    app = ClientApp()
+    app.train()(add_a_step)
+    chosen = plan(noise_placement="server")
+    strategy = FederatedStrategy(DPFedAvg(), chosen, budget=given, timeout=5.0, evaluate_every=0)
+    grid = Failing(app, CLIENTS)
+    strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=1)
+    rehearsed, cohort = (0, 2), (0, *range(2, CLIENTS))
+    assert [clients for kind, clients in grid.asked if kind == "train"] == [*rehearsed, *cohort]
 
 
 def test_only_the_withdrawn_clients_head_vanishes_from_its_node(tmp_path):
