@@ -78,7 +78,7 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
 
 
 def leave_out_withdrawn(run: Run) -> None:
-    """Tell clients that withdrew to delete their memory, and ask these clients nothing else.
+    """Forget clients that withdrew, tell them to delete their memory, and ask them nothing else.
 
     The account notes which clients confirm the deletion; the next run asks the other clients
     again. A silo stays when one of its users withdraws, and leaves the user out of its answers to
@@ -88,6 +88,13 @@ def leave_out_withdrawn(run: Run) -> None:
     if run.method.traits.num_silos:
         clients.withdrawn_users = run.spending.withdrawn
     leaving = run.population.leaving(run.spending.withdrawn)
+    if not leaving:
+        return
+    # Also for a client whose node is missing: the state may come from a checkpoint.
+    run.state = run.method.forget(leaving, run.method_state, run.plan.sampling.population)
+    for kept in (run.remembered, run.client_metrics):
+        for partition in leaving & set(kept):
+            del kept[partition]
     if account is None or not leaving & set(clients.nodes):
         return
     entries = Ledger.read(account)
@@ -98,9 +105,6 @@ def leave_out_withdrawn(run: Run) -> None:
         answers = clients.ask(dict.fromkeys(remembering, content), 0, read_answer)
         note_forgotten(account, [partition for partition, _ in answers])
     clients.leave(leaving)
-    for kept in (run.remembered, run.client_metrics):
-        for partition in leaving & set(kept):
-            del kept[partition]
 
 
 def _check_foreign(run: Run, *, mod: bool) -> None:
