@@ -23,6 +23,7 @@ model after clipping and with noise; p_i and the personal model never leave the 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 
@@ -186,5 +187,16 @@ class Apple(Method):
                 name: (sent[name] + update.arrays[name]).astype(array.dtype)
                 for name, array in model.items()
             }
-        mean = {name: np.mean([core[name] for core in cores.values()], axis=0) for name in model}
-        return mean, State(server=cores)
+        return _mean(cores.values()), State(server=cores)
+
+    def forget(self, partitions: Collection[int], state: State, population: int) -> State:
+        """Replace the core models of clients that withdrew by the mean of all others."""
+        # Other clients keep a weight for every core model, so no core model may be missing.
+        left = {c: core for c, core in state.server.items() if int(c) not in partitions}
+        mean = _mean(left.values()) if left else {}
+        return State(server={client: left.get(client, mean) for client in state.server})
+
+
+def _mean(cores: Collection[Arrays]) -> Arrays:
+    first = next(iter(cores))
+    return {name: np.mean([core[name] for core in cores], axis=0) for name in first}

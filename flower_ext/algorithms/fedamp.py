@@ -20,6 +20,7 @@ uploads; the exact w_i stays on the client.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from logging import getLogger
 
@@ -133,17 +134,32 @@ class FedAMP(Method):
             uploaded[str(partition)] = {
                 name: received[name] + update.arrays[name] for name in model
             }
+        groups, flat, weights = self._mixed(uploaded, released.population)
+        if FADING in state.server or self._warns_of_fading(flat, weights):
+            groups[FADING] = {}
+        return _shaped(flat.mean(axis=0), model), State(server=groups)
+
+    def forget(self, partitions: Collection[int], state: State, population: int) -> State:
+        """Drop the models of clients that withdrew, and mix all cloud models without them."""
+        uploaded = groups_under(UPLOADED, state.server)
+        left = {c: model for c, model in uploaded.items() if int(c) not in partitions}
+        if len(left) == len(uploaded):
+            return state
+        groups = self._mixed(left, population)[0] if left else {}
+        return State(server={n: {} for n in state.server if n == FADING} | groups)
+
+    def _mixed(
+        self, uploaded: Mapping[str, Arrays], population: int
+    ) -> tuple[dict[str, Arrays], NDArray[np.float64], NDArray[np.float64]]:
+        """Return the groups of uploads and cloud models, the uploads as rows, and all ξ_ij."""
         clients = sorted(uploaded, key=int)
         # In float32, the distance of two similar models would be lost to rounding.
         flat = np.stack([flattened(uploaded[client]).astype(np.float64) for client in clients])
-        weights = attention(flat, width=self.attention_width, population=released.population)
-        has_warned = FADING in state.server or self._warns_of_fading(flat, weights)
+        weights = attention(flat, width=self.attention_width, population=population)
         groups = {UPLOADED + client: uploaded[client] for client in clients}
         for client, cloud in zip(clients, weights @ flat, strict=True):
-            groups[CLOUD + client] = _shaped(cloud, model)
-        if has_warned:
-            groups[FADING] = {}
-        return _shaped(flat.mean(axis=0), model), State(server=groups)
+            groups[CLOUD + client] = _shaped(cloud, uploaded[client])
+        return groups, flat, weights
 
     def _warns_of_fading(self, models: NDArray[np.float64], weights: NDArray[np.float64]) -> bool:
         """Warn if every client's cloud model is almost its own model; return True if so."""

@@ -78,7 +78,7 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
 
 
 def leave_out_withdrawn(run: Run) -> None:
-    """Tell clients that withdrew to delete their memory, and ask these clients nothing else.
+    """Forget clients that withdrew, tell them to delete their memory, and ask them nothing else.
 
     The account notes which clients confirm the deletion; the next run asks the other clients
     again. A silo stays when one of its users withdraws, and leaves the user out of its answers to
@@ -88,6 +88,13 @@ def leave_out_withdrawn(run: Run) -> None:
     if run.method.traits.num_silos:
         clients.withdrawn_users = run.spending.withdrawn
     leaving = run.population.leaving(run.spending.withdrawn)
+    if not leaving:
+        return
+    # Also for a client whose node is missing: the state may come from a checkpoint.
+    run.state = run.method.forget(leaving, run.method_state, run.plan.sampling.population)
+    for kept in (run.remembered, run.client_metrics):
+        for partition in leaving & set(kept):
+            del kept[partition]
     if account is None or not leaving & set(clients.nodes):
         return
     entries = Ledger.read(account)
@@ -98,9 +105,6 @@ def leave_out_withdrawn(run: Run) -> None:
         answers = clients.ask(dict.fromkeys(remembering, content), 0, read_answer)
         note_forgotten(account, [partition for partition, _ in answers])
     clients.leave(leaving)
-    for kept in (run.remembered, run.client_metrics):
-        for partition in leaving & set(kept):
-            del kept[partition]
 
 
 def _check_foreign(run: Run, *, mod: bool) -> None:
@@ -150,8 +154,12 @@ def rehearse(run: Run, config: ConfigRecord) -> None:
         records.ROUND: ConfigRecord({REHEARSAL: True}),
     }
     trusted = not run.mechanism.client_protects
-    partitions, reason = list(clients.nodes)[:3], "no answer"
-    for partition in partitions:
+    asked, reason = set[int](), "no answer"
+    for _ in range(3):
+        leave_out_withdrawn(run)
+        if (partition := next((p for p in clients.nodes if p not in asked), None)) is None:
+            break
+        asked.add(partition)
         messages = clients.messages("train", {partition: content}, 1)
         for reply in clients.replies(messages.values()):
             try:
@@ -165,7 +173,7 @@ def rehearse(run: Run, config: ConfigRecord) -> None:
         "client_level_dp_mod first: an earlier mod finds no metrics, and must not change an upload"
     )
     raise FederationNotReady(
-        f"the ClientApp cannot take part: none of {len(partitions)} clients returned a "
+        f"the ClientApp cannot take part: none of {len(asked)} clients returned a "
         f"usable update for the rehearsal ({reason}). No round began, and no "
         f"privacy was spent{mods if roster.protects else ''}"
     )

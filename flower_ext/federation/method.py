@@ -7,7 +7,7 @@ therefore treat every method alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, ClassVar
 
@@ -294,6 +294,14 @@ class Method(Checked):
         moments = groups_under(_OPTIMIZER_GROUP, state.server)
         moved, kept = self.server.step(model, released.mean, moments)
         return moved, state.updated(server=prefixed(_OPTIMIZER_GROUP, kept))
+
+    def forget(self, partitions: Collection[int], state: State, population: int) -> State:
+        """Return the state without the single uploads of clients that withdrew.
+
+        The server calls this before each round; ``partitions`` are all clients that withdrew so
+        far. By default, return ``state``, because sums of many clients' updates stay.
+        """
+        return state
 
     def mean_noise(self, mechanism: RoundMechanism) -> float:
         """Return the stddev of the noise in each coordinate of the mean that moves the model."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
-from enum import Enum
 from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,12 +17,12 @@ from flwr.serverapp.strategy import Result, Strategy
 from flower_ext import runs
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.query_round import use_records
+from flower_ext.federation.run_terms import check_same, terms_of
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.runs import RunDirectory, RunWriter, new_run_path
 from flower_ext.runs.callbacks import Callback, Callbacks
 from flower_ext.runs.directory import RUNS_VARIABLE, Status
-from flower_ext.runs.settings import INCIDENTAL, Settings, UnfitSetting, changed_settings
-from flower_ext.training import LocalTraining
+from flower_ext.runs.settings import INCIDENTAL, Settings, UnfitSetting
 
 log = getLogger("flwr")
 
@@ -75,7 +73,7 @@ def recorded_run(
         path = _named(config) or new_run_path(_runs_folder(), name, datetime.now(UTC))
         directory = RunWriter.create(path, config=config)
     else:
-        _check_same(config, RunDirectory.open(path).config, path)
+        check_same(path, RunDirectory.open(path).config, config, free=CHANGEABLE)
         directory = RunWriter.resume(path)
     log.info("Run directory: %s", directory.path)
 
@@ -137,19 +135,6 @@ def _path_to_resume(config: UserConfig) -> Path | None:
             "run-config resume=true without run-directory: expected the run's path as run-directory"
         )
     return path if (path / "run.json").is_file() else None
-
-
-def _check_same(config: UserConfig, first: UserConfig, path: Path) -> None:
-    complete = {**dict.fromkeys(first), **config}  # None for a setting that `config` lacks
-    differing = [
-        f"{name}={value!r} (it began with {before!r})"
-        for name, (before, value) in changed_settings(first, complete, free=CHANGEABLE).items()
-    ]
-    if differing:
-        raise UnfitSetting(
-            f"the run in {path} cannot continue with different settings: {', '.join(differing)}; "
-            "set them as they were, or begin a new run"
-        )
 
 
 def _base_of(strategy: Strategy) -> FederatedStrategy:
@@ -284,9 +269,11 @@ class recorded:
         InUse
             Another process writes to the directory.
         """
-        method = _method(self.strategy, self._base)
-        identity = _identity(self.strategy, self._base, initial_arrays)
-        config: dict[str, Any] = {"method": method, "rounds": num_rounds, **identity}
+        config = {
+            **terms_of(self._base.run, self.strategy),
+            "rounds": num_rounds,
+            "parameters": sum(array.numpy().size for array in initial_arrays.values()),
+        }
         if self._path is not None:
             if (self._path / "run.json").is_file():
                 kept = RunDirectory.open(self._path)
@@ -298,65 +285,8 @@ class recorded:
                         f"this run, replace num_rounds={num_rounds} by a number above {done}"
                     )
             config |= {"run-directory": str(self._path), "resume": True}
-        with recorded_run(config, method, self._callbacks) as directory:
+        with recorded_run(config, config["method"], self._callbacks) as directory:
             self.directory = directory
             return record(
                 directory, self.strategy, grid, initial_arrays, num_rounds=num_rounds, **options
             )
-
-
-def _method(strategy: Strategy, base: FederatedStrategy) -> str:
-    """Join the names of wrapper, method and, for `Hosted`, Flower's strategy by hyphens."""
-    wrappers = [] if strategy is base else [type(strategy).__name__]
-    return "-".join(dict.fromkeys([*wrappers, base.method.name, base.method.label]))
-
-
-def _identity(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) -> dict[str, Any]:
-    """Return the settings that identify a run, and that a resumed run must have, too."""
-    run, method = base.run, base.method
-    plan, of_method = _fields(run.plan), dict[str, Any]()
-    for name, value in _fields(method).items():
-        if not isinstance(value, LocalTraining):
-            of_method[name] = value
-        # A ClientApp that does not use this package defines its own training.
-        elif not method.any_client_app or value != LocalTraining():
-            of_method[f"training-{name}"] = value
-    incidental = ("timeout", "state_key_file")
-    identity = {
-        "plan": type(run.plan).__name__,
-        "planned-rounds": plan.pop("rounds", 0),
-        **plan,
-        "sum": run.summation.describe() or type(run.summation).__name__,
-        "parameters": sum(array.numpy().size for array in arrays.values()),
-        **of_method,
-        **{n: value for n, value in _fields(run.options).items() if n not in incidental},
-        "seed": run.options.seed or 0,
-        "coefficient": getattr(strategy, "coefficient", None),
-    }
-    settings = {name.replace("_", "-"): _plain(value) for name, value in identity.items()}
-    return {name: value for name, value in settings.items() if value != ""}
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass; of any other object, the attributes with plain values."""
-    if is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
-    attributes = getattr(value, "__dict__", {})
-    return {n: part for n, part in attributes.items() if isinstance(part, int | float | str)}
-
-
-def _plain(value: Any) -> str | int | float | bool:
-    """Describe a value by a number or a text, the same in every process; by "" if it is None."""
-    if isinstance(value, Enum):
-        return _plain(value.value)
-    if isinstance(value, str | int | float | bool):
-        return value
-    if value is None:
-        return ""
-    if isinstance(value, tuple | list):
-        return ", ".join(str(_plain(part)) for part in value)
-    if parts := _fields(value):
-        plain_parts = {name: _plain(part) for name, part in parts.items()}
-        texts = (f"{name}={plain}" for name, plain in plain_parts.items() if plain != "")
-        return f"{type(value).__name__}({', '.join(texts)})"
-    return getattr(value, "__qualname__", type(value).__name__)

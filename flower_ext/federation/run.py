@@ -134,15 +134,9 @@ class Run:
     companions: dict[str, records.Arrays] = field(default_factory=dict, init=False)
     """Groups of arrays, by name, that a wrapper of the strategy keeps in the run's checkpoints."""
     _shared: dict[str, tuple[Any, ...]] = field(default_factory=dict, init=False)
-    _terms: list[Any] = field(init=False)
-    """The plan, the sums and the release, which stay the same in a resumed run."""
 
     def __post_init__(self) -> None:
         self.spending.check_plan(self.mechanism)
-        # Before the sum connects: a new set-up of its keys may have other costs than the last.
-        release = self.mechanism.release
-        release_terms = None if release is None else release.to_dict()
-        self._terms = [self.plan.describe(), self.summation.describe(), release_terms]
         self.progress = Progress(self.directory)
         self.clients = Clients(self.method.client.name, self.progress, timeout=self.options.timeout)
         self.checkpoints = Checkpoints(self.directory, repeats=self.repeats)
@@ -307,7 +301,6 @@ class Run:
             "remembered": [*self.remembered.items()],
             "refusals": self.clients.refusals,
             "mechanism": self.mechanism.state,
-            "terms": self._terms,
         }
         groups = {
             MODEL: model,
@@ -318,16 +311,8 @@ class Run:
         self.checkpoints.save(server_round, values, groups)
 
     def restore(self, kept: Stored) -> None:
-        """Restore a checkpoint of the same plan and model, except for the state of the sums."""
+        """Restore a checkpoint of the same terms and model, except for the state of the sums."""
         values = kept.values
-        self.check_model(kept.arrays[MODEL])
-        if (began := values["terms"]) != self._terms:
-            terms, expected = (" · ".join(filter(None, each[:2])) for each in (self._terms, began))
-            raise InvalidValue(
-                f"plan={terms!r} of a resumed run: expected the plan with which it began, "
-                f"{expected!r}, because the guarantee counts all rounds under one plan; begin a "
-                "new run"
-            )
         self.population.participations = Participations.from_dict(values["participations"])
         self.num_examples = dict(values["num_examples"])
         self.client_metrics = dict(values["client_metrics"])

@@ -21,6 +21,7 @@ from flower_ext.federation.replies import read_count
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.run import MODEL, Run
 from flower_ext.federation.run_guarantees import save_guarantees, spent_by
+from flower_ext.federation.run_terms import check_same, terms_of
 from flower_ext.privacy import BudgetExhausted
 from flower_ext.privacy.mechanisms.updates import require_finite
 from flower_ext.privacy.shared_ledger import check_charged
@@ -185,9 +186,18 @@ class RunLoop:
     def _resume(self, initial: ArrayRecord) -> tuple[ArrayRecord, int]:
         """Return the model from which to continue, and the number of rounds that are finished."""
         run, directory = self.run, self.run.directory
-        if directory is None or not directory.resumed:
+        if directory is None:
             return initial, 0
-        kept = run.checkpoints.newest()
+        kept = run.checkpoints.newest() if directory.resumed else None
+        if kept is not None:
+            run.check_model(kept.arrays[MODEL])
+        terms = terms_of(run, self.player)
+        if first := directory.terms:
+            check_same(directory.path, first, terms)
+        else:
+            directory.save_terms(terms)
+        if not directory.resumed:
+            return initial, 0
         done, arrays, is_unfinished = 0, initial, False
         if kept is not None:
             done = int(kept.values["round"])

@@ -4,6 +4,7 @@
 file                   content
 =====================  ====================================================================
 ``run.json``           configuration, versions, starts and status
+``terms.json``         the terms that a resumed run must have, too (`run_terms`)
 ``metrics.jsonl``      metrics, one or two lines per round
 ``missing.jsonl``      clients that gave no usable answer to a request
 ``ledger.jsonl``       the ledger of releases
@@ -160,6 +161,12 @@ class RunDirectory:
     def resumed(self) -> bool:
         """True if the run was continued after its first start."""
         return len(self.metadata["starts"]) > 1
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """The run's terms (see `run_terms`); empty before the run's first round."""
+        with self._reading("terms.json") as text:
+            return dict(json.loads(text or "{}"))
 
     def has_used_data(self) -> bool:
         """Return True if the run may have used anybody's data."""
@@ -360,6 +367,10 @@ class RunWriter(RunDirectory):
     def save_use(self, use: Mapping[str, Any]) -> None:
         """Write ``use.json``, with which ``flower-ext export`` builds a client's own model."""
         self._write_json("use.json", dict(use))
+
+    def save_terms(self, terms: Mapping[str, Any]) -> None:
+        """Write ``terms.json``."""
+        self._write_json("terms.json", dict(terms))
 
     def note(self, **entries: str) -> None:
         """Add ``entries`` to ``run.json``, for example the app's folder."""

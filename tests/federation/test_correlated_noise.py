@@ -295,7 +295,7 @@ def test_two_continuations_of_a_copied_run_share_no_noise_and_count_twice(tmp_pa
 )
 def test_a_run_continues_under_the_plan_alone_with_which_it_began(tmp_path, changes):
     play(tmp_path, rounds=2, **secure_options())
-    with pytest.raises(InvalidValue, match="expected the plan with which it began"):
+    with pytest.raises(InvalidValue, match="cannot continue with different settings"):
         play(tmp_path, rounds=8, **secure_options(**changes))
     play(tmp_path, rounds=3, **secure_options())
 

@@ -7,13 +7,15 @@ import resource
 import shutil
 import stat
 import traceback
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
+from flwr.app import ArrayRecord
 
 from flower_ext import runs
-from flower_ext.algorithms import DPFedAvg, FedDyn
+from flower_ext.algorithms import DPFedAvg, FedDyn, FedPer, FedRep
 from flower_ext.federation import (
     Adam,
     ExponentialAverage,
@@ -35,9 +37,12 @@ from flower_ext.privacy import (
     RecordLevelPlan,
 )
 from flower_ext.runs import RunDirectory, RunWriter, directory, write_report
+from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import LocalTraining
-from tests.support.dying_runs import CLIENTS, Died, assert_same_model, plan, play
+from tests.support.dying_runs import CLIENTS, Died, DyingGrid, assert_same_model, plan, play
 from tests.support.grids import grid
+from tests.support.strategies import strategy_of
+from tests.support.worlds import task
 
 SGD = LocalTraining(epochs=1, batch_size=8, learning_rate=0.05)
 
@@ -224,6 +229,32 @@ def test_other_settings_are_refused_by_name(tmp_path):
     play(tmp_path, rounds=1)
     with pytest.raises(ValueError, match=r"seeded=False \(it began with True\)"):
         play(tmp_path, rounds=2, seeded_noise=False)
+
+
+@pytest.mark.parametrize("dies_in", [1, None], ids=["no checkpoint", "checkpoint"])
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"method": FedRep}, r"method='FedRep' \(it began with 'FedPer'\)"),
+        ({"local": LocalTraining(epochs=7)}, r"training-local=.*epochs=7"),
+        ({"plan": plan(noise_multiplier=9.0)}, r"noise-multiplier=9\.0 \(it began with 1\.0\)"),
+        ({"seed": 8}, r"seed=8 \(it began with 1\)"),
+    ],
+    ids=["method", "its option", "plan", "seed"],
+)
+def test_a_directory_that_is_resumed_by_hand_refuses_other_terms(tmp_path, changes, named, dies_in):
+    def start(directory, *, method=FedPer, rounds=1, dies_in=None, **options):
+        facts = {"plan": plan(), "seed": 1, "seeded_noise": True, **options}
+        strategy = strategy_of(method, directory=directory, **facts)
+        grid = DyingGrid(method.client_app(task(), allow_seeded_noise=True), CLIENTS)
+        grid.dies_in = dies_in
+        with closing(directory):
+            strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=rounds)
+
+    with suppress(Died):
+        start(RunWriter.create(tmp_path / "run", {}), dies_in=dies_in)
+    with pytest.raises(UnfitSetting, match=f"cannot continue with different settings: .*{named}"):
+        start(RunWriter.resume(tmp_path / "run"), rounds=2, **changes)
 
 
 def test_another_model_is_refused(tmp_path):

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 
-from flower_ext.algorithms import DPFedAvg, FedPer, UldpAvg
+from flower_ext.algorithms import Apple, DPFedAvg, FedAMP, FedPer, UldpAvg
 from flower_ext.algorithms.uldp import UldpGroup, UldpNaive
 from flower_ext.data import ClientData, SiloData
 from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid
@@ -185,6 +186,37 @@ def test_an_evaluation_omits_a_client_that_withdraws_just_before_it(tmp_path, ch
     assert forgotten(Ledger.read(given.ledger)) == {LEAVING}
 
 
+def add_a_step(message, context):
+    """Train as a ClientApp that does not use this package."""
+    moved = {name: Array(array.numpy() + 1) for name, array in message.content["arrays"].items()}
+    content = {"arrays": ArrayRecord(moved), "metrics": MetricRecord({"num-examples": 1})}
+    return Message(RecordDict(content), reply_to=message)
+
+
+def test_no_rehearsal_asks_a_client_that_withdrew_since_the_connection(tmp_path):
+    given = budget(tmp_path)
+    given.ledger.touch()
+
+    class Failing(Watching):
+        """The first reply to the rehearsal is lost, while another client withdraws."""
+
+        def send_and_receive(self, messages, **how):
+            replies = super().send_and_receive(messages, **how)
+            if [kind for kind, _ in self.asked].count("train") == 1:
+                withdraw(given.ledger, PrivacyUnit.CLIENT, [1])
+                return []
+            return replies
+
+    app = ClientApp()
+    app.train()(add_a_step)
+    chosen = plan(noise_placement="server")
+    strategy = FederatedStrategy(DPFedAvg(), chosen, budget=given, timeout=5.0, evaluate_every=0)
+    grid = Failing(app, CLIENTS)
+    strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=1)
+    rehearsed, cohort = (0, 2), (0, *range(2, CLIENTS))
+    assert [clients for kind, clients in grid.asked if kind == "train"] == [*rehearsed, *cohort]
+
+
 def test_only_the_withdrawn_clients_head_vanishes_from_its_node(tmp_path):
     given, state = budget(tmp_path), tmp_path / "nodes"
     chosen = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
@@ -243,6 +275,53 @@ class Late(InProcessGrid):
     def send_and_receive(self, messages, *, timeout=None):
         self.has_asked = True
         return super().send_and_receive(messages, timeout=timeout)
+
+
+@pytest.mark.parametrize("has_node", [True, False], ids=["node stays", "node is gone"])
+@pytest.mark.parametrize("method", [FedAMP, Apple])
+def test_uploads_of_a_withdrawn_client_influence_no_later_message(tmp_path, method, has_node):
+    """Whatever it uploaded before its withdrawal, all other clients then receive the same."""
+    received, last = [], CLIENTS - 1
+    for shift in (0.0, 50.0):
+        folder = tmp_path / str(shift)
+        given = Budget(epsilon=1e6, delta=DELTA, ledger=folder / "study.jsonl")
+        app = method.client_app(task(), allow_seeded_noise=True)
+
+        def strategy(directory, given=given):
+            chosen = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
+            options = {"budget": given, "directory": directory, "timeout": 1.0, "seed": 3}
+            return strategy_of(method, plan=chosen, **options)
+
+        class Shifting(Recorder):
+            def send_and_receive(self, messages, shift=shift, **how):
+                replies = list(super().send_and_receive(messages, **how))
+                for reply in replies:
+                    if reply.metadata.src_node_id == 1_000 + last and "update" in reply.content:
+                        moved = {
+                            n: Array(a.numpy() + np.float32(shift))
+                            for n, a in reply.content["update"].items()
+                        }
+                        reply.content["update"] = ArrayRecord(moved)
+                return replies
+
+        initial, node = (
+            ArrayRecord(task().initial_params(0)),
+            {"state-folder": str(folder / "nodes")},
+        )
+        run = RunWriter.create(folder / "run", config={})
+        strategy(run).start(Shifting(app, CLIENTS, node), initial, num_rounds=1)
+        run.close()
+        withdraw(given.ledger, PrivacyUnit.CLIENT, [last])
+        run = RunWriter.resume(folder / "run")
+        grid = Recorder(app, CLIENTS if has_node else CLIENTS - 1, node)
+        strategy(run).start(grid, initial, num_rounds=2)
+        run.close()
+        sent = [m for m in grid.sent if m.metadata.message_type.startswith("train")]
+        assert len(sent) == CLIENTS - 1
+        groups = [group for message in sent for group in message.content.array_records.values()]
+        received.append([array.numpy() for group in groups for array in group.values()])
+    for one, other in zip(*received, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("missing", [(), (0,)], ids=["late", "never"])
