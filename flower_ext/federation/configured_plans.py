@@ -99,7 +99,8 @@ def release_plan(
         options |= _correlated(settings, sampling, of_users=of_users)
     with naming_settings(settings):
         if settings.evaluation == "secure":
-            options["queries"] = (_secure_scores(settings, options, scores),)
+            queries = options.get("queries", ())
+            options["queries"] = (*queries, _secure_scores(settings, options, scores))
         if settings.target is None:
             return ReleasePlan(noise_multiplier=settings.noise_multiplier, **options)
         if settings.calibration == "provable":
@@ -232,7 +233,8 @@ def naming_settings(settings: Settings) -> Iterator[None]:
     try:
         yield
     except InvalidValue as error:
-        field, separator, rest = str(error).partition("=")
+        text = str(error).replace("noise_placement=SecureSum(…)", "aggregation='secure'")
+        field, separator, rest = text.partition("=")
         if not separator or not hasattr(settings, field):
             raise
         raise UnfitSetting(f"run-config {field.replace('_', '-')}={rest}") from error

@@ -333,13 +333,13 @@ class Method(Checked):
         return ()
 
     def claims(
-        self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
+        self, plan: PrivacyPlan, run: RunSummary, state: State, mechanism: RoundMechanism
     ) -> list[Guarantee]:
         """Return the paper's guarantee after the rounds so far, and the provable guarantees.
 
-        ``plan`` is the user's plan. ``summation.mechanism`` is the mechanism that the rounds used.
+        ``plan`` is the user's plan, and ``mechanism`` the mechanism that the rounds used.
         """
-        return [*self.published(plan, run), *summation.mechanism.guarantees(run)]
+        return [*self.published(plan, run), *mechanism.guarantees(run)]
 
     @classmethod
     def client_app(

@@ -26,6 +26,7 @@ def summary_of(run: Run) -> RunSummary:
     summary = RunSummary(
         method=traits,
         participations=run.participations,
+        sums=run.summation.terms,
         num_examples=run.num_examples,
         training=method.training,
         proximal_weight=min(weights, default=0.0) + method.added_proximal_weight,
@@ -39,7 +40,7 @@ def summary_of(run: Run) -> RunSummary:
 
 def claims_of(run: Run, summary: RunSummary) -> list[Guarantee]:
     """Return the guarantees that the run's method claims for a run with this summary."""
-    return run.method.claims(run.plan, summary, run.state or State(), run.summation)
+    return run.method.claims(run.plan, summary, run.state or State(), run.mechanism)
 
 
 def guarantees_of(run: Run) -> list[Guarantee]:

@@ -51,6 +51,7 @@ class RunSummary:
 
     method: MethodTraits
     participations: Participations
+    sums: SumTerms = field(default_factory=SumTerms)
     num_examples: Mapping[int, int] = field(default_factory=dict)
     """|D_i|: number of training examples of each client that reported it."""
     training: Mapping[str, Any] = field(default_factory=dict)

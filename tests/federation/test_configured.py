@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
@@ -19,6 +20,7 @@ from flower_ext.privacy import (
     RecordLevelPlan,
     ReleasePlan,
     SpacedSampling,
+    VectorQuery,
 )
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import dp2_fedsam_theorem2_noise_multiplier
 from flower_ext.runs import RunDirectory
@@ -146,6 +148,38 @@ def test_secure_sums_are_of_noised_updates_only(wrong):
     settings = release(**wrong)
     with pytest.raises(UnfitSetting, match="='secure': expected 'plain'"):
         configured.non_private_plan(settings, configured.sampling(settings))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norms(VectorQuery):
+    """A query of one number."""
+
+    name = "norms"
+    size = 1
+    norm = 1.0
+
+    def vector(self, client):
+        return np.ones(1)
+
+    def answer(self, total, stddev):
+        return {"norm": float(total[0])}
+
+
+SECURE = {"clients": 40, "sampling": "fixed-size", "aggregation": "secure", "epsilon": 4.0}
+
+
+def test_secure_scores_do_not_replace_an_apps_other_queries():
+    """ε covers both: with one of them, the same ε needs less noise."""
+    other = Norms(noise_multiplier=3.0)
+    both = plan_of(release(**SECURE, evaluation="secure"), queries=(other,))
+    scores = plan_of(release(**SECURE, evaluation="secure"))
+    assert both.queries == (other, *scores.queries)
+    assert both.noise_multiplier > scores.noise_multiplier
+
+
+def test_a_refused_secure_sum_names_the_setting_that_asks_for_it():
+    with pytest.raises(UnfitSetting, match="run-config aggregation='secure' with Poisson sampling"):
+        plan_of(release(**SECURE | {"sampling": "poisson", "evaluation": "secure"}))
 
 
 @pytest.mark.parametrize("given", [{}, {"noise_multiplier": 0.0, "calibration": "provable"}])

@@ -238,14 +238,14 @@ class UldpAvg(Method):
         return DISCLOSURES[self.weighting]
 
     def claims(
-        self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
+        self, plan: PrivacyPlan, run: RunSummary, state: State, mechanism: RoundMechanism
     ) -> list[Guarantee]:
         """Return the guarantee of Theorem 5, and a provable guarantee against each adversary."""
-        sums, terms = sums_of_users(summation.mechanism), summation.terms
+        sums = sums_of_users(mechanism)
         if self.user_draw == "silos":
             by_silos = drawn_by_silos(sums, run.participations.rounds)
-            terms = replace(terms, hidden_draw=by_silos)
-        return uldp_avg_guarantees(sums, run, terms)
+            run = replace(run, sums=replace(run.sums, hidden_draw=by_silos))
+        return uldp_avg_guarantees(sums, run)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from flower_ext.algorithms import dp_fedavg
 from flower_ext.algorithms.uldp.plan_checks import sums_of_users
 from flower_ext.checks import Count
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import ClientMethod, Memory, Method, State, Summation
+from flower_ext.federation import ClientMethod, Memory, Method, State
 from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
@@ -91,7 +91,7 @@ class UldpNaive(Method):
         )
 
     def claims(
-        self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
+        self, plan: PrivacyPlan, run: RunSummary, state: State, mechanism: RoundMechanism
     ) -> list[Guarantee]:
         """Return Theorem 3 and the provable guarantees, against sums and against single uploads."""
         sums = sums_of_users(super().mechanism(plan))

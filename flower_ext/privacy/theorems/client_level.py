@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.events import PrivacyLoss
-from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.accounting.sampling import (
     FixedSizeSampling,
     FullParticipation,
@@ -80,14 +79,13 @@ def client_level_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guara
         *(() if by_server else assumptions.of_others_noise(mechanism)),
         *_hidden_cohorts(mechanism, run),
         "the server follows the protocol and keeps uploads to itself",
+        *run.sums.assumptions.get(AdversaryView.RELEASED_MODELS, ()),
         relation=mechanism.release.relation,
     )
-    return [models, *_against_server(mechanism, participations, claims)]
+    return [models, *_against_server(mechanism, run, claims)]
 
 
-def _against_server(
-    mechanism: NoisedSum, participations: Participations, claims: Claims
-) -> list[Guarantee]:
+def _against_server(mechanism: NoisedSum, run: RunSummary, claims: Claims) -> list[Guarantee]:
     """Return the guarantees against a server that sees sums, and one that sees each upload."""
     if mechanism.noised_by_server:
         nothing = replace(claims, assumptions=(), not_covered=())
@@ -95,6 +93,7 @@ def _against_server(
         source = "the server adds the noise after it has seen the uploads"
         views = (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD)
         return [nothing.provable(view, loss, source) for view in views]
+    participations, terms = run.participations, run.sums
     sums = exposed_loss(mechanism, participations, participations.in_sums)
     uploads = exposed_loss(mechanism, participations, participations.in_uploads)
     divisor, of_sums, of_uploads = assumptions.share_texts(mechanism, "cohort", uploads="it")
@@ -103,11 +102,22 @@ def _against_server(
     hidden = (
         assumptions.of_secure_sum(mechanism)
         if masked
-        else (assumptions.WHOLE_UPLOADS, assumptions.NO_SECURE_SUM)
+        else (assumptions.WHOLE_UPLOADS, terms.secure_sum or assumptions.NO_SECURE_SUM)
     )
     return [
-        claims.provable(AdversaryView.SUM_ONLY, sums.loss, sums.description + of_sums, *hidden),
-        claims.provable(AdversaryView.EACH_UPLOAD, uploads.loss, single),
+        claims.provable(
+            AdversaryView.SUM_ONLY,
+            sums.loss,
+            sums.description + of_sums,
+            *hidden,
+            *terms.assumptions.get(AdversaryView.SUM_ONLY, ()),
+        ),
+        claims.provable(
+            AdversaryView.EACH_UPLOAD,
+            uploads.loss,
+            single,
+            *terms.assumptions.get(AdversaryView.EACH_UPLOAD, ()),
+        ),
     ]
 
 

@@ -53,7 +53,7 @@ from flower_ext.privacy.accounting.group_privacy import DpSgd, group_loss
 from flower_ext.privacy.accounting.sampling import FullParticipation
 from flower_ext.privacy.guarantee import Condition, Guarantee, epsilon_text
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
-from flower_ext.privacy.run_summary import RunSummary, SumTerms
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems import assumptions
 from flower_ext.privacy.theorems.claims import Claims, DescribedLoss, amplified_loss, exposed_loss
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
@@ -110,17 +110,17 @@ def _parties(mechanism: NoisedSum) -> tuple[str, ...]:
     return (*_OF_DATA, rounding, assumptions.of_grid(mechanism))
 
 
-def _published_sum(mechanism: NoisedSum) -> tuple[str, ...]:
+def _published_sum(mechanism: NoisedSum, run: RunSummary) -> tuple[str, ...]:
     """Return the assumptions of a theorem that counts the noise of all silos in a sum."""
     if mechanism.secure_sum is None:
-        return (_NO_SECURE_SUM_OF_SILOS,)
+        return (run.sums.secure_sum or _NO_SECURE_SUM_OF_SILOS,)
     return (assumptions.SECURE_SUM, "silos do not collude with the server")
 
 
-def _hidden_sum(mechanism: NoisedSum, terms: SumTerms) -> tuple[str, ...]:
+def _hidden_sum(mechanism: NoisedSum, run: RunSummary) -> tuple[str, ...]:
     """Return the assumptions under which the server sees sums and no single upload."""
     if mechanism.secure_sum is None:
-        return (assumptions.WHOLE_UPLOADS, terms.secure_sum or _NO_SECURE_SUM_OF_SILOS)
+        return (assumptions.WHOLE_UPLOADS, run.sums.secure_sum or _NO_SECURE_SUM_OF_SILOS)
     return (*assumptions.of_secure_sum(mechanism), _NOT_HELD)
 
 
@@ -169,7 +169,7 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
         uldp_closed_form(noise_multiplier=sigma, rounds=rounds, delta=delta),
         accountant="closed form (RDP)",
         source="Kato et al., Uldp-FL, Theorem 3",
-        assumptions=_published_sum(mechanism),
+        assumptions=_published_sum(mechanism, run),
         conditions=(
             Condition(
                 "one user moves a silo's clipped update by at most C (what holds is 2C: "
@@ -185,11 +185,7 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
     return [theorem_3, claims.provable(AdversaryView.SUM_ONLY, loss, source, *hidden), uploads]
 
 
-def uldp_avg_guarantees(
-    mechanism: NoisedSum,
-    run: RunSummary,
-    terms: SumTerms,
-) -> list[Guarantee]:
+def uldp_avg_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarantee]:
     """Return the guarantees of ULDP-AVG and ULDP-SGD: Theorem 5, and a provable one for each view.
 
     * Released models: sampling of users amplifies, because the sample stays secret.
@@ -202,13 +198,8 @@ def uldp_avg_guarantees(
       silo's share of the noise hides the user.
 
     The mechanism's units are users, and the silos add the noise. With secure sums, if the server
-    draws the users, ``run.participations`` counts only the noise of honest silos.
-
-    Parameters
-    ----------
-    terms : SumTerms
-        Assumptions about the sum. If silos draw the users, ``hidden_draw`` is the text of
-        `drawn_by_silos`.
+    draws the users, ``run.participations`` counts only the noise of honest silos. If silos draw the
+    users, ``run.sums.hidden_draw`` is the text of `drawn_by_silos`.
     """
     claims = user_claims(
         mechanism.delta,
@@ -222,17 +213,17 @@ def uldp_avg_guarantees(
     )
     losses = {
         AdversaryView.RELEASED_MODELS: amplified_loss(mechanism, run.participations),
-        **_losses_to_server(mechanism, run, is_hidden=terms.hidden_draw is not None),
+        **_losses_to_server(mechanism, run, is_hidden=run.sums.hidden_draw is not None),
     }
-    of_view = _assumptions_by_view(mechanism, run, terms)
+    of_view = _assumptions_by_view(mechanism, run)
     return [
-        _theorem_5(mechanism, run.participations.rounds),
+        _theorem_5(mechanism, run),
         *(
             claims.provable(
                 view,
                 *loss,
                 *of_view[view],
-                *terms.assumptions.get(view, ()),
+                *run.sums.assumptions.get(view, ()),
                 relation=None if view is AdversaryView.RELEASED_MODELS else _AT_SERVER,
             )
             for view, loss in losses.items()
@@ -241,14 +232,15 @@ def uldp_avg_guarantees(
 
 
 def _assumptions_by_view(
-    mechanism: NoisedSum, run: RunSummary, terms: SumTerms
+    mechanism: NoisedSum, run: RunSummary
 ) -> Mapping[AdversaryView, Sequence[str]]:
     """Return the assumptions of the provable guarantee of ULDP-AVG against each adversary."""
+    hidden_draw = run.sums.hidden_draw
     hidden_sample: tuple[str, ...] = ()
     if not isinstance(mechanism.sampling, FullParticipation):
-        is_secret = run.secure_cohorts or terms.hidden_draw is not None
+        is_secret = run.secure_cohorts or hidden_draw is not None
         hidden_sample = (assumptions.HIDDEN_DRAW, assumptions.of_draw("sampled users", is_secret))
-    from_server = () if terms.hidden_draw is None else (terms.hidden_draw,)
+    from_server = () if hidden_draw is None else (hidden_draw,)
     return {
         AdversaryView.RELEASED_MODELS: (
             _two_numbers(mechanism.release, run.participations.rounds, mechanism.delta),
@@ -256,7 +248,7 @@ def _assumptions_by_view(
             *assumptions.of_others_noise(mechanism),
             *hidden_sample,
         ),
-        AdversaryView.SUM_ONLY: (*_hidden_sum(mechanism, terms), *from_server),
+        AdversaryView.SUM_ONLY: (*_hidden_sum(mechanism, run), *from_server),
         AdversaryView.EACH_UPLOAD: from_server,
     }
 
@@ -367,12 +359,13 @@ def _two_numbers(release: Release, rounds: int, delta: float) -> str:
     )
 
 
-def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
+def _theorem_5(mechanism: NoisedSum, run: RunSummary) -> Guarantee:
     sigma, delta = mechanism.noise_multiplier, mechanism.delta
+    rounds = run.participations.rounds
     if isinstance(mechanism.sampling, FullParticipation):
         view, accountant, remark = AdversaryView.SUM_ONLY, "closed form (RDP)", ""
         epsilon = uldp_closed_form(noise_multiplier=sigma, rounds=rounds, delta=delta)
-        of_view = _published_sum(mechanism)
+        of_view = _published_sum(mechanism, run)
     else:
         view, accountant, remark = AdversaryView.RELEASED_MODELS, "RDP", " and Remark 1"
         # The theorem covers no approximation error of a protocol, and no second upload of a user.

@@ -19,7 +19,7 @@ from flower_ext.privacy import (
     gaussian_loss,
     privacy_loss_of,
 )
-from flower_ext.privacy.run_summary import RunSummary, SumTerms
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.uldp_theorem import uldp_avg_guarantees, uldp_closed_form
 from tests.support.plans import mechanism_of
 from tests.support.silos import (
@@ -117,7 +117,7 @@ def test_guarantees_match_the_plan_and_the_log_has_both_epsilons():
         secure_cohorts=False,
     )
     sums = mechanism_of(plan(sampling), silos=SILOS)
-    expected = uldp_avg_guarantees(sums, facts, SumTerms())
+    expected = uldp_avg_guarantees(sums, facts)
     ours = strategy.guarantees()
     assert [g.epsilon for g in ours] == [g.epsilon for g in expected]
     assert all(g.unit is PrivacyUnit.USER for g in ours[1:])

@@ -12,6 +12,8 @@ from flower_ext.privacy import (
     PoissonSampling,
 )
 from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.run_summary import SumTerms
+from flower_ext.privacy.theorems.assumptions import NOT_PROVIDED
 from tests.support.guarantees import by_view, client_level
 from tests.support.losses import privacy_loss
 from tests.support.plans import mechanism, mechanism_of, plan
@@ -196,3 +198,20 @@ def test_each_promise_names_exactly_its_assumptions_and_what_it_omits(
         assert "rounded to a public grid" in text
         assert "low-order bits" not in text
         assert guarantee.not_covered == ("scores",)
+
+
+def test_guarantees_state_what_the_runs_sum_assumes_against_each_adversary():
+    def against(view, sums):
+        return by_view(mechanism(), worst_case(2, 4), sums=sums)[view].assumptions
+
+    terms = SumTerms(
+        secure_sum="two helpers do not collude",
+        assumptions={view: (f"seen: {view.value}",) for view in AdversaryView},
+    )
+    for view in by_view(mechanism(), worst_case(2, 4)):
+        assert set(against(view, terms)) - set(against(view, SumTerms())) == {
+            f"seen: {view.value}",
+            *(["two helpers do not collude"] if view is AdversaryView.SUM_ONLY else []),
+        }
+    assert any(NOT_PROVIDED in text for text in against(AdversaryView.SUM_ONLY, SumTerms()))
+    assert not any(NOT_PROVIDED in text for text in against(AdversaryView.SUM_ONLY, terms))

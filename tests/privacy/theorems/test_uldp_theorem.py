@@ -54,9 +54,10 @@ def averaging_guarantees(
     method = MethodTraits(name="UldpAvg", num_silos=num_silos, weighting=weighting)
     seen = worst_case(rounds if drawn is None else drawn, 1)
     seen.rounds = rounds
-    run = RunSummary(method=method, participations=seen, **facts)
+    terms = SumTerms(hidden_draw=hidden_draw)
+    run = RunSummary(method=method, participations=seen, sums=terms, **facts)
     sums = mechanism_of(plan, silos=num_silos, sensitivity=sensitivity)
-    return uldp_avg_guarantees(sums, run, SumTerms(hidden_draw=hidden_draw))
+    return uldp_avg_guarantees(sums, run)
 
 
 def naive_guarantees(*, rounds=10, noise_multiplier=5.0, **facts):
@@ -275,7 +276,7 @@ def test_a_lying_server_sees_only_the_noise_of_honest_answers(weighting, signed)
     part = parameters.honest_answers / parameters.least_answers if weighting != "equal" else 1
     seen = replace(mechanism, noise_multiplier=mechanism.noise_multiplier * math.sqrt(part))
     by_silos = SumTerms(hidden_draw=drawn_by_silos(mechanism, 10))
-    claims = uldp_avg_guarantees(mechanism, run, by_silos)
+    claims = uldp_avg_guarantees(mechanism, replace(run, sums=by_silos))
     (of_sums,) = (c for c in claims if c.view is AdversaryView.SUM_ONLY and c.basis == "provable")
     expected = privacy_loss_of({seen.release: 10}, delta=mechanism.delta).epsilon
     assert of_sums.epsilon == pytest.approx(expected, rel=1e-9)

@@ -122,17 +122,13 @@ def test_no_other_text_can_be_opened_with_what_the_receiver_has():
     for at, turn in itertools.product(range(4), (1, 2)):  # one transfer at another place
         receiver.choices = [*right]
         receiver.choices[at] = (right[at] + turn) % 3
-        with pytest.raises(
-            ValueError, match="expected texts that the sender encrypted"
-        ):
+        with pytest.raises(ValueError, match="expected texts that the sender encrypted"):
             receiver.open(sealed, SIZE)
     receiver.choices, step = right, SIZE + SEAL_BYTES
     for at, place in itertools.product(range(4), range(3)):
         chosen, other = (3 * at + right[at]) * step, (3 * ((at + 1) % 4) + place) * step
         moved = sealed[:chosen] + sealed[other : other + step] + sealed[chosen + step :]
-        with pytest.raises(
-            ValueError, match="expected texts that the sender encrypted"
-        ):
+        with pytest.raises(ValueError, match="expected texts that the sender encrypted"):
             receiver.open(moved, SIZE)  # the text of another transfer
 
 

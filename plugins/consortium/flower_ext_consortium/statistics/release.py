@@ -39,7 +39,6 @@ from flower_ext.federation import (
     Question,
     Released,
     State,
-    Summation,
 )
 from flower_ext.federation.client.assignment import NO_DATA
 from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan, ReleasePlan
@@ -188,10 +187,10 @@ class UserStatistics(UldpAvg):
         return mechanism.mean_noise_stddev
 
     def claims(
-        self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
+        self, plan: PrivacyPlan, run: RunSummary, state: State, mechanism: RoundMechanism
     ) -> list[Guarantee]:
         """Return the provable guarantees only, because ULDP-AVG's theorem is about training."""
-        claims = super().claims(plan, run, state, summation)
+        claims = super().claims(plan, run, state, mechanism)
         return [claim for claim in claims if claim.basis == "provable"]
 
 
