@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from time import monotonic, sleep, time
 from typing import Any, TypeVar
 
@@ -36,6 +37,20 @@ def has_function_for(app: ClientApp, message_type: str) -> bool:
     """Return True if a ClientApp has a function for messages of this type."""
     category, _, action = message_type.partition(".")
     return app._call is not None or f"{category}.{action or 'default'}" in app._registered_funcs
+
+
+def sent_with_app(app: Path, file: Path, excluded: Iterable[str]) -> bool:
+    """Return True if Flower sends ``file``, which lies in the app's folder, to all nodes.
+
+    ``excluded`` are the patterns of the app's ``fab-exclude``.
+    """
+    from flwr.cli.utils import filter_paths_for_publish  # would slow every client's start
+
+    ignored = app / ".gitignore"
+    patterns = [ignored.read_text(encoding="utf-8", errors="replace")] if ignored.is_file() else []
+    name = file.relative_to(app).as_posix()
+    rules = "\n".join([*patterns, *excluded]).encode()
+    return name in filter_paths_for_publish({name: b"", ".gitignore": rules})
 
 
 _simulated_here = False

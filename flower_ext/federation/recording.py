@@ -16,9 +16,11 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext import runs
 from flower_ext.errors import InvalidValue
+from flower_ext.federation._flower_private import sent_with_app
 from flower_ext.federation.query_round import use_records
 from flower_ext.federation.run_terms import check_same, terms_of
 from flower_ext.federation.strategy import FederatedStrategy
+from flower_ext.files import read_toml
 from flower_ext.runs import RunDirectory, RunWriter, new_run_path
 from flower_ext.runs.callbacks import Callback, Callbacks
 from flower_ext.runs.directory import RUNS_VARIABLE, Status
@@ -76,6 +78,7 @@ def recorded_run(
         check_same(path, RunDirectory.open(path).config, config, free=CHANGEABLE)
         directory = RunWriter.resume(path)
     log.info("Run directory: %s", directory.path)
+    _warn_if_sent(directory.path)
 
     def follow(server_round: int, row: Mapping[str, float]) -> None:
         following.tell(lambda callback: callback.round(directory, server_round, dict(row)))
@@ -96,6 +99,25 @@ def recorded_run(
 
 def _runs_folder() -> Path:
     return Path(os.environ.get(RUNS_VARIABLE, "runs")).expanduser().absolute()
+
+
+def _warn_if_sent(path: Path) -> None:
+    """Warn if the run directory lies in an app's folder, with which Flower would send its files."""
+    for app in path.parents:
+        try:
+            settings = read_toml(app / "pyproject.toml")["tool"]["flwr"]["app"]
+        except (InvalidValue, KeyError):  # no app's folder
+            continue
+        if sent_with_app(app, path / "ledger.jsonl", settings.get("fab-exclude", [])):
+            log.warning(
+                "the run directory lies in the folder of a Flower app: the next run would send its "
+                "ledger, metrics and guarantees to every node, although guarantees assume that "
+                "they stay on the server. Add the line /%s/ to %s, or set %s to another folder",
+                path.relative_to(app).parts[0],
+                app / ".gitignore",
+                RUNS_VARIABLE,
+            )
+        return
 
 
 def _note_failure(directory: RunWriter, error: BaseException) -> None:

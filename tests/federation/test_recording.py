@@ -155,6 +155,29 @@ def test_a_named_directory_may_start_at_home_and_becomes_absolute(tmp_path, monk
         assert run.path == tmp_path / "here"
 
 
+APP = "[tool.flwr.app]\n"
+
+
+@pytest.mark.parametrize(
+    ("project", "ignored", "warns"),
+    [
+        (APP, "", True),
+        (APP, "*.log\n", True),
+        (APP, "/runs/\n", False),
+        (APP + 'fab-exclude = ["runs/**"]\n', "", False),
+        ("[tool.other]\n", "", False),
+        ("not TOML", "", False),
+    ],
+)
+def test_a_run_that_flower_would_send_to_nodes_warns(tmp_path, caplog, project, ignored, warns):
+    (tmp_path / "pyproject.toml").write_text(project)
+    (tmp_path / ".gitignore").write_text(ignored)
+    with recorded_run(config_of(tmp_path / "runs" / "one"), "toy"):
+        pass
+    assert ("would send its ledger" in caplog.text) == warns
+    assert (f"Add the line /runs/ to {tmp_path / '.gitignore'}" in caplog.text) == warns
+
+
 def test_a_named_directory_is_never_overwritten(tmp_path):
     (tmp_path / "precious").write_text("x")
     with (
