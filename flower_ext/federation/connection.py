@@ -90,6 +90,12 @@ def leave_out_withdrawn(run: Run) -> None:
     leaving = run.population.leaving(run.spending.withdrawn)
     if not leaving:
         return
+    if not clients.roster.known:
+        raise FederationNotReady(
+            f"clients {sorted(leaving)} withdrew, but the nodes do not say which clients they are: "
+            "expected a ClientApp with mods=[client_level_dp_mod(), ...] or one built with "
+            "client_app(task), and partition-id in each node config"
+        )
     # Also for a client whose node is missing: the state may come from a checkpoint.
     run.state = run.method.forget(leaving, run.method_state, run.plan.sampling.population)
     for kept in (run.remembered, run.client_metrics):

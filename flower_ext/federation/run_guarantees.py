@@ -45,12 +45,15 @@ def claims_of(run: Run, summary: RunSummary) -> list[Guarantee]:
 
 def guarantees_of(run: Run) -> list[Guarantee]:
     """Return the published and the provable guarantees of all rounds so far."""
-    if not run.participations.rounds:
+    rounds, answered = run.participations.rounds, run.participations.answers
+    if not (rounds or answered):
         return []
     summary = summary_of(run)
     units = run.plan.num_units(summary)
-    claims = [replace(claim, units=units) for claim in claims_of(run, summary)]
-    if not (answered := run.participations.answers):
+    # Without a training round, a paper claims nothing.
+    claims = claims_of(run, summary) if rounds else run.mechanism.guarantees(summary)
+    claims = [replace(claim, units=units) for claim in claims]
+    if not answered:
         return claims
     text = f"noised sums of {', '.join(answered)}: the published claim covers training rounds only"
     return [

@@ -22,6 +22,8 @@ from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.run import MODEL, Run
 from flower_ext.federation.run_guarantees import save_guarantees, spent_by
 from flower_ext.federation.run_terms import check_same, terms_of
+from flower_ext.federation.state.checkpoint import FOLDER
+from flower_ext.federation.state.folder import Damaged
 from flower_ext.privacy import BudgetExhausted
 from flower_ext.privacy.mechanisms.updates import require_finite
 from flower_ext.privacy.shared_ledger import check_charged
@@ -222,6 +224,13 @@ class RunLoop:
         if is_unfinished and not run.clients.roster.known:
             run.population.equalise_counts()  # a node may have had another partition before
         rounds, answers = run.participations.rounds, run.participations.answers
+        # Without a checkpoint or with an older one, the run would forget what clients uploaded.
+        made = len(directory.metrics().series("answered")[0])
+        if rounds < made and not run.repeats:
+            raise Damaged(
+                f"{directory.path / FOLDER} counts {rounds} training rounds, and metrics.jsonl has "
+                f"{made}: expected the newest files; restore them, or begin a new run"
+            )
         budget, is_private = run.spending.budget, run.mechanism.delta is not None
         if budget is not None and budget.ledger is not None and is_private:
             check_charged(budget.ledger, run.checkpoints.run_id, {"": rounds, **answers})

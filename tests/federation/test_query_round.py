@@ -10,7 +10,14 @@ from flower_ext.algorithms import DPFedAvg
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import failures
 from flower_ext.federation.run_guarantees import spent_by
-from flower_ext.privacy import Ledger, SecureScores, VectorQuery, privacy_loss_of
+from flower_ext.privacy import (
+    AdversaryView,
+    Budget,
+    Ledger,
+    SecureScores,
+    VectorQuery,
+    privacy_loss_of,
+)
 from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.runs import RunWriter
 from tests.support.secure_runs import CLIENTS, plan, strategy_of
@@ -40,6 +47,7 @@ class LabelHistogram(VectorQuery):
 
 
 FINE = LabelHistogram(noise_multiplier=0.002)
+DELTA = plan().delta
 
 
 def asking(query=FINE, **changes):
@@ -171,6 +179,21 @@ def test_a_client_says_why_a_query_failed_and_a_simulation_says_so(failing, logg
         # The answer is noise alone, and its error covers this noise, not the missing vectors.
         error = strategy.answers["labels"]["label_error"]
         np.testing.assert_allclose(released(strategy), 0.0, atol=6 * error)
+
+
+def test_a_query_without_a_training_round_leaves_its_guarantee(tmp_path):
+    """The budget pays for the answer, and for no round."""
+    query = LabelHistogram(noise_multiplier=3.0)
+    directory = RunWriter.create(tmp_path / "run", {})
+    alone = privacy_loss_of([asking(query).run.query_sums[0].release], delta=DELTA).epsilon
+    budget = Budget(epsilon=1.001 * alone, delta=DELTA)
+    strategy = asking(query, directory=directory, budget=budget)
+    run(strategy, rounds=2)
+    assert (strategy.participations.rounds, len(strategy.answers)) == (0, 1)
+    guarantees = {one.view: one.epsilon for one in strategy.guarantees()}
+    assert guarantees[AdversaryView.RELEASED_MODELS] == pytest.approx(alone)
+    assert min(guarantees.values()) >= alone * (1 - 1e-9)
+    assert directory.guarantees() == strategy.guarantees()
 
 
 def test_a_run_of_no_rounds_says_that_it_asks_no_query(logged):

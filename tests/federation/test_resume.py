@@ -217,6 +217,24 @@ def _harm(file: Path, harm: str) -> None:
     file.write_bytes(bytes(torn[harm]))
 
 
+@pytest.mark.parametrize("restored", [None, 2], ids=["lost", "of an earlier backup"])
+def test_a_run_whose_checkpoints_count_too_few_rounds_does_not_go_on(tmp_path, restored):
+    """Otherwise its guarantee would omit the rounds that clients have uploaded in already."""
+    checkpoints, backup = tmp_path / "run" / "checkpoints", tmp_path / "backup"
+    if restored:
+        play(tmp_path, rounds=restored, seeded_noise=False)
+        shutil.copytree(checkpoints, backup)
+    run, _ = play(tmp_path, rounds=4, seeded_noise=False)
+    guarantees = run.guarantees()
+    shutil.rmtree(checkpoints)
+    if restored:
+        shutil.copytree(backup, checkpoints)
+    with pytest.raises(Damaged, match=f"counts {restored or 0} training rounds, and .* has 4"):
+        play(tmp_path, rounds=5, seeded_noise=False)
+    assert run.guarantees() == guarantees
+    assert len(run.metrics()) == 4
+
+
 def test_checkpoints_are_two_and_private(tmp_path):
     run, _ = play(tmp_path, seeded_noise=False)
     folder = run.path / "checkpoints"

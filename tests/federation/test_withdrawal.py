@@ -14,7 +14,12 @@ from flwr.clientapp import ClientApp
 from flower_ext.algorithms import Apple, DPFedAvg, FedAMP, FedPer, UldpAvg
 from flower_ext.algorithms.uldp import UldpGroup, UldpNaive
 from flower_ext.data import ClientData, SiloData
-from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid
+from flower_ext.federation import (
+    FederatedStrategy,
+    FederationNotReady,
+    InProcessGrid,
+    client_level_dp_mod,
+)
 from flower_ext.privacy import (
     Budget,
     FixedSizeSampling,
@@ -202,19 +207,35 @@ def test_no_rehearsal_asks_a_client_that_withdrew_since_the_connection(tmp_path)
 
         def send_and_receive(self, messages, **how):
             replies = super().send_and_receive(messages, **how)
-            if [kind for kind, _ in self.asked].count("train") == 1:
+            questions = CLIENTS  # the mod reports its node's partition
+            if [kind for kind, _ in self.asked].count("train") == questions + 1:
                 withdraw(given.ledger, PrivacyUnit.CLIENT, [1])
                 return []
             return replies
 
-    app = ClientApp()
+    app = ClientApp(mods=[client_level_dp_mod()])
     app.train()(add_a_step)
-    chosen = plan(noise_placement="server")
-    strategy = FederatedStrategy(DPFedAvg(), chosen, budget=given, timeout=5.0, evaluate_every=0)
+    strategy = FederatedStrategy(DPFedAvg(), plan(), budget=given, timeout=5.0, evaluate_every=0)
     grid = Failing(app, CLIENTS)
     strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=1)
-    rehearsed, cohort = (0, 2), (0, *range(2, CLIENTS))
-    assert [clients for kind, clients in grid.asked if kind == "train"] == [*rehearsed, *cohort]
+    asked = [clients for kind, clients in grid.asked if kind == "train"][CLIENTS:]
+    assert asked == [0, 2, 0, *range(2, CLIENTS)]  # two rehearsals, then the round
+
+
+def test_nodes_that_do_not_say_who_they_are_train_nothing_after_a_withdrawal(tmp_path):
+    """The order of their ids is not that of partitions, so the wrong client would be left out."""
+    given = budget(tmp_path)
+    given.ledger.touch()
+    withdraw(given.ledger, PrivacyUnit.CLIENT, [LEAVING])
+    app = ClientApp()
+    app.train()(add_a_step)
+    strategy = FederatedStrategy(
+        DPFedAvg(), plan(noise_placement="server"), budget=given, timeout=5.0, evaluate_every=0
+    )
+    grid = Watching(app, CLIENTS)
+    with pytest.raises(FederationNotReady, match="do not say which clients they are"):
+        strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=1)
+    assert not [kind for kind, _ in grid.asked if kind != "query.identity"]
 
 
 def test_only_the_withdrawn_clients_head_vanishes_from_its_node(tmp_path):
