@@ -105,7 +105,7 @@ def test_queries_rounds_and_evaluations_are_counted_in_one_epsilon_and_one_ledge
     assert spent_by(strategy.run)["epsilon_provable"] == pytest.approx(expected)
     assert ledger.spent(mechanism.delta).epsilon == pytest.approx(expected)
     models = next(g for g in strategy.guarantees() if g.basis == "provable")
-    assert "1 sums of labels, 2 sums of scores" in models.source
+    assert "1 sum of labels, 2 sums of scores" in models.source
 
 
 @dataclass(frozen=True, kw_only=True)

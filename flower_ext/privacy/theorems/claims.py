@@ -147,4 +147,5 @@ def exposed_loss(
 
 
 def _answers(participations: Participations) -> str:
-    return "".join(f", {n} sums of {query}" for query, n in participations.answers.items())
+    answers = participations.answers.items()
+    return "".join(f", {n} sum{'s' if n > 1 else ''} of {query}" for query, n in answers)

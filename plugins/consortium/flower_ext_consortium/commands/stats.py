@@ -43,6 +43,8 @@ def stats(
 ) -> None:
     """Release statistics with a guarantee: print them, and write a run directory with a web page.
 
+    With --superlink, they are in the run directory on the SuperLink's machine, and not printed.
+
     Example: flower-ext stats apps/consortium "mean age 20:90" count --epsilon 0.2 --in-process
     """
     text = "; ".join(statistics)
