@@ -198,5 +198,4 @@ class Apple(Method):
 
 
 def _mean(cores: Collection[Arrays]) -> Arrays:
-    first = next(iter(cores))
-    return {name: np.mean([core[name] for core in cores], axis=0) for name in first}
+    return {name: np.mean([core[name] for core in cores], axis=0) for name in next(iter(cores))}

@@ -96,7 +96,7 @@ def leave_out_withdrawn(run: Run) -> None:
             "expected a ClientApp with mods=[client_level_dp_mod(), ...] or one built with "
             "client_app(task), and partition-id in each node config"
         )
-    # Also for a client whose node is missing: the state may come from a checkpoint.
+    # The node may be missing while the state, from a checkpoint, has the uploads of its client.
     run.state = run.method.forget(leaving, run.method_state, run.plan.sampling.population)
     for kept in (run.remembered, run.client_metrics):
         for partition in leaving & set(kept):

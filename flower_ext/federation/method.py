@@ -298,8 +298,8 @@ class Method(Checked):
     def forget(self, partitions: Collection[int], state: State, population: int) -> State:
         """Return the state without the single uploads of clients that withdrew.
 
-        The server calls this before each round; ``partitions`` are all clients that withdrew so
-        far. By default, return ``state``, because sums of many clients' updates stay.
+        The server calls this before each round, with the ``partitions`` of all clients that
+        withdrew so far. By default, the state stays, because it holds sums over clients only.
         """
         return state
 

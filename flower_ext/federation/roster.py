@@ -66,9 +66,7 @@ def wait_for_nodes(grid: Grid, expected: int, *, least: int, timeout: float) -> 
             advise_at += _ADVISE_EVERY
         if time.monotonic() > started + timeout:
             raise FederationNotReady(
-                f"{len(nodes)} of {expected} nodes connected after {timeout:.0f} s; start more "
-                f"SuperNodes (in simulation: --federation-config num-supernodes={expected}), or "
-                "lower the plan's population"
+                f"{len(nodes)} of {expected} nodes connected after {timeout:.0f} s: {advice}"
             )
         time.sleep(0.2)
     if len(nodes) > expected:
@@ -183,11 +181,8 @@ def _ask_identities(
 ) -> tuple[dict[int, object], str]:
     """Return the partition that each node reports, and the first error that a node reports.
 
-    Raises
-    ------
-    FederationNotReady
-        No node's ClientApp received the question, so the answers do not show whether the ClientApp
-        is of this package.
+    Raise `FederationNotReady` if no node's ClientApp received the question, because the answers
+    then do not show whether the ClientApp is of this package.
     """
     like = Message(RecordDict(), dst_node_id=nodes[0], message_type=kind)
     first_clients = nodes[:: getattr(grid, "clients_per_node", 1)]

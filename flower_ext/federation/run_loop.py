@@ -194,10 +194,7 @@ class RunLoop:
         if kept is not None:
             run.check_model(kept.arrays[MODEL])
         terms = terms_of(run, self.player)
-        if first := directory.terms:
-            check_same(directory.path, first, terms)
-        else:
-            directory.save_terms(terms)
+        check_same(directory.path, directory.first_terms(terms), terms)
         if not directory.resumed:
             return initial, 0
         done, arrays, is_unfinished = 0, initial, False
@@ -262,8 +259,7 @@ class RunLoop:
                 f"partitions {lost[:10]}{' …' if len(lost) > 10 else ''} no longer have the memory "
                 f"that {run.method.name} needs, so the run cannot continue: begin a new run. "
                 f"Partition {lost[0]} stored memory in training round {needed[lost[0]]}, and has "
-                f"{f'only that of round {kept}' if kept else 'none'} now. To keep memory when a "
-                "process ends, name a state-folder: in the node config of each SuperNode, in the "
-                "settings of a simulation, or by InProcessGrid(..., {'state-folder': PATH}). A "
-                "method that keeps no memory declares ClientMethod(memory=Memory.NONE)"
+                f"{f'only that of round {kept}' if kept else 'none'} now. Memory outlives its "
+                "process in a state-folder: name one in the node config of each SuperNode, or in "
+                "the settings of a simulation. A method without memory declares Memory.NONE"
             )

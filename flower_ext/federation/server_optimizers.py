@@ -41,11 +41,6 @@ class ServerOptimizer(Checked, ABC):
     ----------
     learning_rate : float
         Factor η > 0 of the step.
-
-    Raises
-    ------
-    InvalidValue
-        A field is out of range.
     """
 
     learning_rate: Positive = 1.0
@@ -209,11 +204,6 @@ class ExponentialAverage(Checked):
     ----------
     decay : float
         In (0, 1): the average looks back over about 1 / (1 − decay) rounds.
-
-    Raises
-    ------
-    InvalidValue
-        ``decay`` is out of range.
     """
 
     decay: ProperFraction = 0.9
@@ -242,11 +232,6 @@ class TailAverage(Checked):
     ----------
     last : int
         Number of rounds >= 1.
-
-    Raises
-    ------
-    InvalidValue
-        ``last`` is out of range.
     """
 
     last: Count = 5

@@ -22,9 +22,8 @@ def epsilon_text(epsilon: float) -> str:
     """Return ε with three significant digits, rounded up so that a text does not understate ε.
 
     The function ignores an excess of less than a millionth of the last digit: it comes from
-    rounding, and would turn 2 into 2.01.
-    An ε of 0 becomes "0.001", because a 0 would read as if nothing could be revealed, although δ is
-    above 0. An infinite ε becomes "inf".
+    rounding, and would turn 2 into 2.01. An ε of 0 becomes "0.001", because a 0 would read as if
+    nothing could be revealed, although δ is above 0. An infinite ε becomes "inf".
     """
     return _rounded_up(epsilon or 1e-3)
 

@@ -162,12 +162,6 @@ class RunDirectory:
         """True if the run was continued after its first start."""
         return len(self.metadata["starts"]) > 1
 
-    @property
-    def terms(self) -> dict[str, Any]:
-        """The run's terms (see `run_terms`); empty before the run's first round."""
-        with self._reading("terms.json") as text:
-            return dict(json.loads(text or "{}"))
-
     def has_used_data(self) -> bool:
         """Return True if the run may have used anybody's data."""
         marks = (self.ledger_path, self.path / "checkpoints" / "begun.jsonl")
@@ -368,9 +362,13 @@ class RunWriter(RunDirectory):
         """Write ``use.json``, with which ``flower-ext export`` builds a client's own model."""
         self._write_json("use.json", dict(use))
 
-    def save_terms(self, terms: Mapping[str, Any]) -> None:
-        """Write ``terms.json``."""
+    def first_terms(self, terms: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the terms with which the run began; a new run writes ``terms`` to disk."""
+        with self._reading("terms.json") as text:
+            if text:
+                return dict(json.loads(text))
         self._write_json("terms.json", dict(terms))
+        return terms
 
     def note(self, **entries: str) -> None:
         """Add ``entries`` to ``run.json``, for example the app's folder."""

@@ -39,11 +39,7 @@ def derive(key: bytes, *label: str | int | bytes) -> bytes:
 
 
 def encrypt(
-    key: bytes,
-    message: bytes,
-    header: bytes,
-    *,
-    token_bytes: Callable[[int], bytes] | None = None,
+    key: bytes, message: bytes, header: bytes, *, token_bytes: Callable[[int], bytes] | None = None
 ) -> bytes:
     """Encrypt a message, bound to ``header``, with ChaCha20-Poly1305.
 

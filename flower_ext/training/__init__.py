@@ -23,11 +23,7 @@ module                contents
 """
 
 from flower_ext.training.batched.form import MEMORY_LIMIT
-from flower_ext.training.batched.many import (
-    attempt_groups,
-    train_each,
-    train_groups,
-)
+from flower_ext.training.batched.many import attempt_groups, train_each, train_groups
 from flower_ext.training.dp.dp_sgd import ClippedGradient, DpSgdTraining, train_dp_sgd
 from flower_ext.training.isolation import products_are_reproducible
 from flower_ext.training.job import Job, LocalTraining, StepNoise

@@ -222,7 +222,7 @@ def test_no_rehearsal_asks_a_client_that_withdrew_since_the_connection(tmp_path)
     assert asked == [0, 2, 0, *range(2, CLIENTS)]  # two rehearsals, then the round
 
 
-def test_nodes_that_do_not_say_who_they_are_train_nothing_after_a_withdrawal(tmp_path):
+def test_nodes_without_partitions_train_nothing_after_a_withdrawal(tmp_path):
     """The order of their ids is not that of partitions, so the wrong client would be left out."""
     given = budget(tmp_path)
     given.ledger.touch()

@@ -37,11 +37,7 @@ def answer_server(question: Question) -> Params:
 
 
 def ask_silos(
-    clients: Clients,
-    num_users: int,
-    *,
-    histogram: bool,
-    silos_draw: bool = False,
+    clients: Clients, num_users: int, *, histogram: bool, silos_draw: bool = False
 ) -> np.ndarray:
     """Ask each silo to check its records' users and, with ``histogram``, to count the records.
 

@@ -172,9 +172,7 @@ def run_in_process(
 
 
 def run_server(
-    server_app: ServerApp,
-    grid: InProcessGrid,
-    run_config: Mapping[str, bool | float | int | str],
+    server_app: ServerApp, grid: InProcessGrid, run_config: Mapping[str, bool | float | int | str]
 ) -> None:
     """Run a ServerApp until it returns; the clients of ``grid`` answer it."""
     context = Context(

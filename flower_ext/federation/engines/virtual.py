@@ -54,11 +54,7 @@ class ClientGrid(Grid):
     ) -> Message:
         """Return a message of this run."""
         return Message(
-            content,
-            dst_node_id=dst_node_id,
-            message_type=message_type,
-            group_id=group_id,
-            ttl=ttl,
+            content, dst_node_id=dst_node_id, message_type=message_type, group_id=group_id, ttl=ttl
         )
 
 

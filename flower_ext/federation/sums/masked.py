@@ -164,9 +164,7 @@ class OpenMaskedSum(OpenSum):
             for member, message in content.items()
         }
         answers = self._clients.ask(
-            contents,
-            self._opening.server_round,
-            lambda reply: self._add(reply, read_answer(reply)),
+            contents, self._opening.server_round, lambda reply: self._add(reply, read_answer(reply))
         )
         for _ in answers:
             pass  # `ask` has refused each answer for which `_add` raised an error

@@ -306,10 +306,7 @@ class OpenWeightedSum(OpenSum):
 def _converse(dialogue: Dialogue[T], clients: Clients) -> T:
     """Ask the silos for every step that a dialogue yields, and return the dialogue's result.
 
-    Raises
-    ------
-    FederationNotReady
-        A silo does not answer, or its answer breaks the protocol.
+    Raise `FederationNotReady` if a silo does not answer, or if its answer breaks the protocol.
     """
     answers: Any = None
     while True:
