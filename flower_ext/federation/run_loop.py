@@ -259,7 +259,8 @@ class RunLoop:
                 f"partitions {lost[:10]}{' …' if len(lost) > 10 else ''} no longer have the memory "
                 f"that {run.method.name} needs, so the run cannot continue: begin a new run. "
                 f"Partition {lost[0]} stored memory in training round {needed[lost[0]]}, and has "
-                f"{f'only that of round {kept}' if kept else 'none'} now. Memory outlives its "
-                "process in a state-folder: name one in the node config of each SuperNode, or in "
-                "the settings of a simulation. A method without memory declares Memory.NONE"
+                f"{f'only that of round {kept}' if kept else 'none'} now. To keep memory when a "
+                "process ends, name a state-folder: in the node config of each SuperNode, in the "
+                "settings of a simulation, or by InProcessGrid(..., {'state-folder': PATH}). A "
+                "method that keeps no memory declares ClientMethod(memory=Memory.NONE)"
             )

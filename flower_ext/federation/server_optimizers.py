@@ -41,6 +41,11 @@ class ServerOptimizer(Checked, ABC):
     ----------
     learning_rate : float
         Factor η > 0 of the step.
+
+    Raises
+    ------
+    InvalidValue
+        A field is out of range.
     """
 
     learning_rate: Positive = 1.0
@@ -204,6 +209,11 @@ class ExponentialAverage(Checked):
     ----------
     decay : float
         In (0, 1): the average looks back over about 1 / (1 − decay) rounds.
+
+    Raises
+    ------
+    InvalidValue
+        ``decay`` is out of range.
     """
 
     decay: ProperFraction = 0.9
@@ -232,6 +242,11 @@ class TailAverage(Checked):
     ----------
     last : int
         Number of rounds >= 1.
+
+    Raises
+    ------
+    InvalidValue
+        ``last`` is out of range.
     """
 
     last: Count = 5

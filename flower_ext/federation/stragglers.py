@@ -29,6 +29,11 @@ class Stragglers(Checked):
         Probability, or share of a cohort, in [0, 1].
     exact : bool
         If True, the share of each cohort is ``ratio``, rounded to a whole number of devices.
+
+    Raises
+    ------
+    InvalidValue
+        ``ratio`` is out of range.
     """
 
     ratio: FractionOrZero

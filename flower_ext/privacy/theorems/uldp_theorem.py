@@ -185,11 +185,7 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
     return [theorem_3, claims.provable(AdversaryView.SUM_ONLY, loss, source, *hidden), uploads]
 
 
-<<<<<<< HEAD
 def uldp_avg_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarantee]:
-=======
-def uldp_avg_guarantees(mechanism: NoisedSum, run: RunSummary, terms: SumTerms) -> list[Guarantee]:
->>>>>>> h/attack
     """Return the guarantees of ULDP-AVG and ULDP-SGD: Theorem 5, and a provable one for each view.
 
     * Released models: sampling of users amplifies, because the sample stays secret.
