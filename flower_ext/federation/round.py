@@ -161,7 +161,9 @@ class TrainingRound:
         # Charge first, and then read withdrawals: a withdrawal before the charge takes effect in
         # this round. A later one may take effect only in the next round.
         leave_out_withdrawn(run)
-        drawn = run.population.without(drawn, run.spending.withdrawn)
+        if withdrawn := run.spending.withdrawn:
+            run.progress.row["withdrawn"] = len(withdrawn)
+        drawn = run.population.without(drawn, withdrawn)
         if training_round - 1 == run.plan.rounds and not run.spending.limited:
             log.warning(
                 "training round %d is beyond the %d rounds for which the plan's noise was chosen, "

@@ -68,6 +68,7 @@ def write_report(run: RunDirectory) -> Path:
         resumed_after=[start["after_round"] for start in run.metadata["starts"][1:]],
         rounds=rounds,
         total=rounds.total,
+        withdrawn=max(rounds.series("withdrawn")[1], default=0),
         figures=draw_figures(run, run.path / "figures"),
         missing=[
             (

@@ -32,7 +32,7 @@ from flower_ext.privacy import (
     SecureSum,
 )
 from flower_ext.privacy.withdrawal import forgotten, withdraw
-from flower_ext.runs import RunDirectory, RunWriter
+from flower_ext.runs import RunDirectory, RunWriter, write_report
 from flower_ext.training import DpSgdTraining
 from tests.support import silos
 from tests.support.grids import grid as grid_of
@@ -112,6 +112,8 @@ def test_a_withdrawn_client_is_not_asked_in_resumed_and_later_runs(tmp_path, cho
         assert sum(kind.startswith("train") for kind, _ in grid.asked) > 0
         trained = {clients for kind, clients in grid.asked if kind.startswith("train")}
         assert trained == set(range(CLIENTS)) - {LEAVING}
+    write_report(RunDirectory.open(tmp_path / "a"))
+    assert "1 client withdrew before the last round." in (tmp_path / "a/report.md").read_text()
 
 
 def test_secure_sums_that_no_client_may_leave_are_discarded_after_a_withdrawal(tmp_path):
