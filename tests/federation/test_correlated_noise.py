@@ -13,6 +13,7 @@ from torch import nn
 from flower_ext.algorithms import DPFedAvg, Upcycled
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy, InProcessGrid, records
+from flower_ext.federation.state.folder import Damaged
 from flower_ext.federation.state.noise_stream import FILE
 from flower_ext.privacy import (
     AdversaryView,
@@ -239,10 +240,14 @@ def test_checkpoints_from_a_backup_make_no_client_take_part_too_early(tmp_path, 
     run, backup = tmp_path / "run", tmp_path / "backup"
     play(tmp_path, rounds=3, engine=engine, **secure_options())
     shutil.copytree(run / "checkpoints", backup)
+    metrics = (run / "metrics.jsonl").read_bytes()
     play(tmp_path, rounds=3 + lost, engine=engine, **secure_options())
     shutil.rmtree(run / "checkpoints")
     shutil.copytree(backup, run / "checkpoints")
     if lost > 1:
+        with pytest.raises(Damaged, match=r"counts 3 training rounds, and metrics\.jsonl has 5"):
+            play(tmp_path, rounds=8, engine=engine, **secure_options())
+        (run / "metrics.jsonl").write_bytes(metrics)
         with pytest.raises(InvalidValue, match="of round 5: expected round 3"):
             play(tmp_path, rounds=8, engine=engine, **secure_options())
     else:
