@@ -125,8 +125,8 @@ def _client_model(
     fingerprint = side.task_of(context).fingerprint
     if use["frozen"] not in ("", fingerprint):
         raise InvalidValue(
-            f"the app's frozen parameters have the fingerprint {fingerprint!r}, but those of the "
-            f"run had {use['frozen']!r}: install the base model that the run used"
+            f"the app's frozen parameters have the fingerprint {fingerprint!r}, but the "
+            f"run used those with {use['frozen']!r}: install the base model that the run used"
         )
     # The run directory, and the clients' memory in it, may have moved.
     inside, configured = run.path / "state", str(run.config.get("state-folder", ""))

@@ -59,7 +59,7 @@ class State:
                     )
 
     def groups(self) -> dict[str, Arrays]:
-        """Return all groups, for a checkpoint."""
+        """Return the arrays of all groups by name, as a checkpoint stores them."""
         return prefixed(_EVERYONE, self.everyone) | prefixed(_SERVER, self.server)
 
     def updated(

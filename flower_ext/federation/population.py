@@ -164,7 +164,7 @@ class HiddenUsers(UsersInSilos):
         super().count(units, self.num_nodes, requests=self.num_nodes)
 
     def count_abandoned(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
-        """Count the round for all users alike, because nobody knows the round's users any more."""
+        """Count the round as if all users took part, because nobody knows who did any more."""
         # The silos' order of the users is lost. Nobody knows to which user a count belongs, so give
         # all users the same count, before and after.
         self.forget_order()

@@ -192,7 +192,7 @@ class _CsvFile:
         return cls(path, next(csv.reader(lines[:1]), []), lines[1:])
 
     def numbers(self, columns: Sequence[str]) -> np.ndarray:
-        """Return columns as finite numbers (rows, columns)."""
+        """Return columns as an array of finite numbers, of shape (rows, columns)."""
         return self._parsed(columns, converters=_number)
 
     def texts(self, column: str) -> np.ndarray:

@@ -148,7 +148,7 @@ class StrategyMatrix:
         return moves
 
     def sensitivity(self, *, rounds_apart: int, participations: int) -> float:
-        """Return sens(C): the largest L2 distance, over all rows, by which one client moves C x.
+        """Return sens(C): the largest L2 norm, over all rows, of one client's change of C x.
 
         C is this matrix, and row t of x is the sum of round t.
         """

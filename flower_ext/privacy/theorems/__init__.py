@@ -1,1 +1,1 @@
-"""Privacy theorems of single papers: the claim of each, next to what can be proved."""
+"""Privacy theorems, a module for each paper: what the paper claims, and what can be proved."""

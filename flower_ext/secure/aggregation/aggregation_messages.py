@@ -140,7 +140,7 @@ class UnmaskRequest(_RoundMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class Revealed(_RoundMessage):
-    """From a member, for each neighbour: the kind of a share, and a share of its seed or mask key.
+    """A member's shares of its neighbours' secrets: of each, a share of its seed or its mask key.
 
     A neighbour is missing if the member could not open that neighbour's shares.
     """

@@ -74,7 +74,7 @@ class PaillierSilo(SiloParty):
         return map_slices(fold, self.counted)
 
     def draw_masks(self, number: int, count: int) -> list[mpz]:
-        """Store that round ``number`` is used, and return masks for ``count`` ciphertexts."""
+        """Note that the round has used its masks, and return them for ``count`` ciphertexts."""
         self.use_round(number)
         return self._pairs.multiplicative_masks("sum", number, count, self.public.n_squared)
 
@@ -207,8 +207,8 @@ def column_products(
         )
     if not np.abs(exponents).max(initial=0) <= largest <= LARGEST_EXPONENT:
         raise InvalidValue(
-            f"exponents: expected integers from {-largest} to {largest}, and largest={largest} to "
-            "be at most 2**61"
+            f"exponents with largest={largest}: expected integers from {-largest} to {largest}, "
+            "and a largest of at most 2**61"
         )
     mask, num_digits = (1 << _DIGIT_BITS) - 1, math.ceil((2 * largest).bit_length() / _DIGIT_BITS)
 

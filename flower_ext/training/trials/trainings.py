@@ -220,7 +220,7 @@ def why_bits_differ(
 
 
 def _with_settings(job: Job, training: LocalTraining, value: float | None, *, terms: bool) -> Job:
-    """Return the job with other settings and weights, and with all features ``value`` if given."""
+    """Return the job with these settings and other weights; a ``value`` replaces all features."""
     features, targets = job.examples.features, job.examples.targets
     if value is not None:
         features = with_unusual_rows(features, slice(None), value)

@@ -56,7 +56,7 @@ class AppFolder:
         )
 
     def shown(self, name: str) -> str:
-        """Return ``name``, or "(a computed name)" for an unusual name that is no literal."""
+        """Return a name that is usual or stands in the app's source; else "(a computed name)"."""
         return name if name in self.literals | _USUAL_NAMES else "(a computed name)"
 
     def component(self, side: str) -> Path | None:

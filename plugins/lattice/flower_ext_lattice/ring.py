@@ -61,7 +61,7 @@ class Prime:
 
     @cached_property
     def modulus(self) -> tuple[float, float, Reals]:
-        """The prime as a float, its inverse, and `roots`: what the loops need for a transform."""
+        """The prime as a float, its inverse, and `roots`: the constants of a transform's loops."""
         return self.q, 1.0 / self.q, self.roots
 
     @cached_property

@@ -85,7 +85,7 @@ class ScheduleSettings(Settings):
 
     @property
     def steps(self) -> ClippedSteps | None:
-        """The local steps, in which gradients are clipped; None without gradient-clipping-norm."""
+        """The local steps, which clip gradients; None if gradient-clipping-norm is not set."""
         return None if self.gradient_clipping_norm is None else self.part(ClippedSteps)
 
     def plan_of(self, rounds: int, basis: Basis) -> RecordLevelPlan:
