@@ -121,7 +121,8 @@ class Roster:
         Raise an error if two nodes claim one partition, if a partition is out of range, or if only
         some of the nodes answer. Only a node's first answer counts.
         """
-        least = population - len(absent)
+        if not (least := population - len(absent)):
+            raise FederationNotReady("all clients withdrew: expected at least one that takes part")
         nodes = wait_for_nodes(grid, population, least=least, timeout=timeout)
         log.info("asking the nodes which partitions they hold")
         kind, question = IDENTITY, RecordDict()

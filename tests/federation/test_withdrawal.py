@@ -116,6 +116,14 @@ def test_a_withdrawn_client_is_not_asked_in_resumed_and_later_runs(tmp_path, cho
     assert "1 client withdrew before the last round." in (tmp_path / "a/report.md").read_text()
 
 
+def test_a_run_that_all_clients_left_says_so(tmp_path):
+    given = budget(tmp_path)
+    run_of(tmp_path / "a", given, plan=plan())
+    withdraw(given.ledger, PrivacyUnit.CLIENT, range(CLIENTS))
+    with pytest.raises(FederationNotReady, match="all clients withdrew"):
+        run_of(tmp_path / "b", given, plan=plan())
+
+
 def test_secure_sums_that_no_client_may_leave_are_discarded_after_a_withdrawal(tmp_path):
     given, (folder, later) = budget(tmp_path), (tmp_path / "a", tmp_path / "b")
     chosen = plan(noise_placement=SecureSum(colluding=0.0, dropouts=0.0))
