@@ -13,6 +13,7 @@ ELSEWHERE = {
     "benchmarks": "tests of the folder benchmarks/",
     "docs": "tests of the folder docs/, and of README",
 }
+PAGE_PATH = re.compile(r"`((?:benchmarks|docs|flower_ext|plugins|tests)/[\w/.-]+)`")
 TEST_PATH = re.compile(r"(?<=\s)(?:plugins/\w+/)?tests/[\w/.]+")
 HELPERS = {
     "support": "fixtures, worlds, recorders and plain loops that several test modules use",
@@ -62,5 +63,11 @@ def test_all_tests_that_the_makefile_names_exist():
         commands, cwd=PACKAGE.parent, check=True, capture_output=True, text=True
     )
     paths = TEST_PATH.findall(output.stdout)
+    assert len(paths) > 10
+    assert [path for path in paths if not (PACKAGE.parent / path).exists()] == []
+
+
+def test_all_files_that_contributing_names_exist():
+    paths = PAGE_PATH.findall((PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8"))
     assert len(paths) > 10
     assert [path for path in paths if not (PACKAGE.parent / path).exists()] == []
