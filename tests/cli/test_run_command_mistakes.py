@@ -35,7 +35,7 @@ MISTAKES = {
     "empty batches": ("dp2-fedsam", "batch-size=0", "batch-size=0: expected an integer >= 1"),
     "too many records": ("dp-ditto", "examples-per-client=5000", "training examples of client 0"),
     "a rival without noised steps": ("dp-ditto", "method=dp-fedala", "noise='upload'"),
-    "no group": ("uldp-fl", "method=uldp-group group-size=zero", "a number, max or median"),
+    "no group": ("uldp-fl", "method=uldp-group group-size=zero", "a whole number, max or median"),
     "a loss beyond the theorem": (
         "upcycled-fl",
         "perturbation=objective unit-features=false",
