@@ -16,6 +16,7 @@ from flower_ext.federation import (
     record,
     recorded_run,
 )
+from flower_ext.federation._flower_private import sent_with_app
 from flower_ext.privacy import Budget, FullParticipation, Ledger, NonPrivatePlan
 from flower_ext.runs import NotARun, RunDirectory
 from flower_ext.runs.shared_settings import RunSettings
@@ -156,6 +157,7 @@ def test_a_named_directory_may_start_at_home_and_becomes_absolute(tmp_path, monk
 
 
 APP = "[tool.flwr.app]\n"
+APPS = [path.parent for path in Path(__file__).parents[2].glob("apps/*/pyproject.toml")]
 
 
 @pytest.mark.parametrize(
@@ -176,6 +178,12 @@ def test_a_run_that_flower_would_send_to_nodes_warns(tmp_path, caplog, project, 
         pass
     assert ("would send its ledger" in caplog.text) == warns
     assert (f"Add the line /runs/ to {tmp_path / '.gitignore'}" in caplog.text) == warns
+
+
+@pytest.mark.parametrize("app", APPS, ids=lambda app: app.name)
+def test_flower_sends_no_ledger_with_an_app_of_this_package(app):
+    assert not sent_with_app(app, app / "runs" / "one" / "ledger.jsonl", [])
+    assert sent_with_app(app, app / "pyproject.toml", [])
 
 
 def test_a_named_directory_is_never_overwritten(tmp_path):
