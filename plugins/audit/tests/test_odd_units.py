@@ -172,7 +172,9 @@ def errors_of_one_are_errors_of_all(patch):
 def test_a_record_that_takes_its_silos_reply_away_is_found(method, monkeypatch):
     errors_of_one_are_errors_of_all(monkeypatch)
     experiment = with_a_record_that_raises(method)
-    outcome = audit(experiment, trials=FEWER, confidence=OF_A_FAULT)
+    # In ULDP-GROUP one score in 400 overlaps, which few trials do not allow for.
+    trials = TRIALS if method == "uldp-group" else FEWER
+    outcome = audit(experiment, trials=trials, confidence=OF_A_FAULT)
     assert outcome.broken, outcome.to_dict()
 
 
