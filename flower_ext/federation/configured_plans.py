@@ -234,7 +234,7 @@ def naming_settings(settings: Settings) -> Iterator[None]:
         yield
     except InvalidValue as error:
         text = str(error).replace("noise_placement=SecureSum(…)", "aggregation='secure'")
-        field, separator, rest = text.partition("=")
-        if not separator or not hasattr(settings, field):
+        name, equals, value = text.partition("=")
+        if not equals or not hasattr(settings, name):
             raise
-        raise UnfitSetting(f"run-config {field.replace('_', '-')}={rest}") from error
+        raise UnfitSetting(f"run-config {name.replace('_', '-')}={value}") from error

@@ -106,7 +106,7 @@ def _warn_if_sent(path: Path) -> None:
     for app in path.parents:
         try:
             settings = read_toml(app / "pyproject.toml")["tool"]["flwr"]["app"]
-        except (InvalidValue, KeyError):  # no app's folder
+        except (InvalidValue, KeyError, TypeError):  # no app's folder
             continue
         if sent_with_app(app, path / "ledger.jsonl", settings.get("fab-exclude", [])):
             log.warning(

@@ -52,6 +52,7 @@ class RunSummary:
     method: MethodTraits
     participations: Participations
     sums: SumTerms = field(default_factory=SumTerms)
+    """The assumptions of guarantees about the run's sums."""
     num_examples: Mapping[int, int] = field(default_factory=dict)
     """|D_i|: number of training examples of each client that reported it."""
     training: Mapping[str, Any] = field(default_factory=dict)

@@ -169,6 +169,7 @@ APPS = [path.parent for path in Path(__file__).parents[2].glob("apps/*/pyproject
         (APP + 'fab-exclude = ["runs/**"]\n', "", False),
         ("[tool.other]\n", "", False),
         ("not TOML", "", False),
+        ("tool = 3\n", "", False),
     ],
 )
 def test_a_run_that_flower_would_send_to_nodes_warns(tmp_path, caplog, project, ignored, warns):

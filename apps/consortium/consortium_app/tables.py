@@ -49,7 +49,7 @@ def num_users_of(settings: Settings) -> int:
     if settings.dataset == "files":
         raise UnfitSetting(
             "run-config num-users=0 with dataset='files': expected the total that "
-            "`flower-ext link union` prints, or the number of its buckets"
+            "`flower-ext link union` prints, or the --buckets that `flower-ext link` was given"
         )
     if settings.dataset == "invented":
         return INVENTED_PEOPLE

@@ -3,7 +3,7 @@
 Users and silos are numbers from 0. This module draws a user and a silo for every record, as the
 paper's text says, so some users may own nothing, and no user is special. The authors' code differs:
 with ``uniform``, it deals records out evenly. With ``zipf`` and fixed silos, it first gives one
-record to every user. It gives records of labels that no user has to user 0.
+record to every user. Records of labels without a user go to user 0.
 """
 
 from __future__ import annotations

@@ -226,8 +226,7 @@ class SecureSum(Checked):
         if members < LEAST_MEMBERS:
             raise InvalidValue(
                 f"a cohort of {members}: expected at least {LEAST_MEMBERS} members for a secure "
-                "sum; take more clients or silos, draw larger cohorts, or let the server see each "
-                "upload (in an app, the setting aggregation=plain)"
+                "sum; take more clients or silos, draw larger cohorts, or use no secure sum"
             )
         corrupt = self.colluders_among(population)
         colluders = _most_colluders(members, population, corrupt, rounds)

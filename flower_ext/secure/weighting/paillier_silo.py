@@ -74,7 +74,7 @@ class PaillierSilo(SiloParty):
         return map_slices(fold, self.counted)
 
     def draw_masks(self, number: int, count: int) -> list[mpz]:
-        """Note that the round has used its masks, and return them for ``count`` ciphertexts."""
+        """Store that the round's masks are used, and return those for ``count`` ciphertexts."""
         self.use_round(number)
         return self._pairs.multiplicative_masks("sum", number, count, self.public.n_squared)
 
