@@ -40,7 +40,7 @@ from flower_ext.federation.server_optimizers import (
 from flower_ext.federation.state.memory import ClientMemory
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.strategy import FederatedStrategy
-from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
+from flower_ext.federation.sums.summation import ClientSum, Opening, OpenSum, Summation
 from flower_ext.federation.sums.weighted_silo import HiddenSum
 from flower_ext.training.side_by_side import Steps, Training
 
@@ -50,6 +50,7 @@ __all__ = [
     "Arrays",
     "ClientMemory",
     "ClientMethod",
+    "ClientSum",
     "ClientWork",
     "Clients",
     "Cohort",

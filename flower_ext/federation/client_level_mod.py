@@ -42,8 +42,9 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import message_like
+from flower_ext.federation.client.assignment import NO_DATA
 from flower_ext.federation.client.node import NodePolicy
-from flower_ext.federation.client.requests import ClientRequest
+from flower_ext.federation.client.requests import ClientRequest, sum_of
 from flower_ext.federation.failures import failed, log_hidden
 from flower_ext.federation.model_checks import refuse_half_precision
 from flower_ext.federation.protection import KIND, check_entries
@@ -56,7 +57,8 @@ from flower_ext.federation.roster import (
     identity,
     is_rehearsal,
 )
-from flower_ext.federation.sums import masked_member
+from flower_ext.federation.sums.masked import MaskedMember
+from flower_ext.federation.sums.summation import ClientSum
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise, ProtectedByServer
 from flower_ext.privacy.mechanisms.updates import l2_norm
@@ -110,11 +112,15 @@ def _reply(
         return Message(records.Update(_zeros(received), {}).content(), reply_to=message)
     with knowing_no_data():
         content = message.content
-        if records.SECURE_SUM in content and records.MODEL not in content:
+        sum_type, sum_message = sum_of(content, {MaskedMember.name: MaskedMember})
+        client_sum = sum_type(sum_message, context, _NAME)
+        if client_sum.name and records.MODEL not in content:
             # The message belongs to the protocol of a masked sum, and asks for no training.
             check_addressee(message, context)
-            return masked_member.answer(message, context, _NAME)
-        request, noise = _requested(message, context, allow_seeded_noise)
+            answer = client_sum.answer(lambda: NO_DATA, may_simulate=False)
+            return Message(RecordDict({records.ANSWER: answer}), reply_to=message)
+        request, noise = _requested(message, context, sum_type, allow_seeded_noise)
+        client_sum.check(request.protection)
         received = records.to_arrays(message.content.array_records[records.MODEL])
         refuse_half_precision(received)
     if isinstance(request.protection, ProtectedByServer):
@@ -128,13 +134,13 @@ def _reply(
         log_hidden(error)
         update, norm = {name: still[name] for name in _floating(still)}, 0.0
     released = {**still, **request.protection.released(update, noise)}
-    sent = masked_member.seal(released, request.protection, request.sum_messages, context, _NAME)
+    sent = client_sum.seal(released, request.protection)
     metrics = {"update-norm": norm} if request.entries.get("diagnostics") else {}
     return Message(records.Update(sent, metrics).content(), reply_to=message)
 
 
 def _requested(
-    message: Message, context: Context, allow_seeded_noise: bool
+    message: Message, context: Context, sum_type: type[ClientSum], allow_seeded_noise: bool
 ) -> tuple[ClientRequest, NoiseSource]:
     """Return how a training message asks the mod to protect the upload, and the source of noise."""
     check_addressee(message, context)
@@ -149,17 +155,7 @@ def _requested(
             "strategy, another mod has removed the settings of the protection from the message: "
             "put client_level_dp_mod first in ClientApp(mods=...)"
         )
-    sum_messages = {}
-    if protection.cell is not None:
-        # One client's share of the noise alone would protect little.
-        if records.SECURE_SUM not in message.content:
-            raise InvalidValue(
-                "the server's message asks for a share of a sum's noise without a secure sum: "
-                f"expected the record {records.SECURE_SUM!r}, too"
-            )
-        arrays = message.content.array_records[records.SECURE_SUM]
-        sum_messages[records.SECURE_SUM] = records.to_arrays(arrays)
-    request = ClientRequest(protection=protection, entries=entries, sum_messages=sum_messages)
+    request = ClientRequest(protection=protection, entries=entries, sum_type=sum_type)
     return request, NodePolicy(context, allow_seeded_noise).admit(request)
 
 

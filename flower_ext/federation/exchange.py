@@ -237,10 +237,10 @@ def _for_any_app(kind: str, content: Content) -> Content:
     """Return ``content`` as Flower's own strategies send it: a model and a record of settings."""
     # Some apps and mods refuse messages with more records. In a training message, the settings
     # therefore also hold what the server says about the round; only this package's mods read that.
-    # A message of a secure sum has a third record, which such a mod takes out before the app runs.
+    # A message of a sum has a third record, which such a mod takes out before the app runs.
     settings: dict[str, Any] = dict(content.get(records.CONFIG, {}))
     if kind == "train":
         round_entries: dict[str, Any] = dict(content.get(records.ROUND, {}))
         settings |= {f"{FOR_MODS}{name}": value for name, value in round_entries.items()}
-    arrays = {n: content[n] for n in (records.MODEL, records.SECURE_SUM) if n in content}
+    arrays = {n: r for n, r in content.items() if n == records.MODEL or n.startswith(records.SUM)}
     return {**arrays, records.CONFIG: ConfigRecord(settings)}

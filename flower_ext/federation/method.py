@@ -24,7 +24,7 @@ from flower_ext.federation.method_state import State, groups_under, prefixed
 from flower_ext.federation.population import Cohort, Population, UsersInSilos
 from flower_ext.federation.records import Arrays, Update
 from flower_ext.federation.server_optimizers import MEAN, ModelAverage, ServerOptimizer
-from flower_ext.federation.sums.summation import Summation
+from flower_ext.federation.sums.summation import ClientSum, Summation
 from flower_ext.privacy import Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.queries.vector_query import VectorQuery
@@ -348,10 +348,15 @@ class Method(Checked):
         *,
         allow_seeded_noise: bool = False,
         queries: Sequence[type[VectorQuery]] = (),
+        sums: Sequence[type[ClientSum]] = (),
     ) -> ClientApp:
         """Return a ClientApp that answers this method's messages (see `federation.client_app`)."""
         return client_app(
-            cls.client, task=task, allow_seeded_noise=allow_seeded_noise, queries=queries
+            cls.client,
+            task=task,
+            allow_seeded_noise=allow_seeded_noise,
+            queries=queries,
+            sums=sums,
         )
 
 

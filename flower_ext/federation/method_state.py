@@ -44,7 +44,7 @@ class State:
 
     def __post_init__(self) -> None:
         for name in self.everyone:
-            if name in records.RESERVED or name.startswith(records.TRAINING) or name in self.server:
+            if records.is_reserved(name) or name in self.server:
                 raise InvalidValue(
                     f"State.everyone has the group {name!r}: expected a different name, "
                     "because a record of the messages, or a group of State.server, has this name"

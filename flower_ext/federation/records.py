@@ -39,10 +39,6 @@ SETTINGS = "settings"
 """Record of the method's own numbers (a regularisation weight, …)."""
 FROZEN = "frozen"
 """Record with which the server asks a client to confirm the frozen part of its model."""
-SECURE_SUM = "secure-sum"
-"""Record of the server's message to a client for a masked sum."""
-WEIGHTED_SUM = "weighted-sum"
-"""Record of the server's message to a silo for a weighted sum."""
 QUERY = "query"
 """Config record of a query outside training: its name and its fields, as JSON."""
 QUESTION = "question"
@@ -55,8 +51,9 @@ CONFIG = "config"
 """Record of the values that the user passes to ``start``, for their own ClientApps."""
 TRAINING = "training."
 """Prefix of the records that carry one ``LocalTraining`` each."""
-RESERVED = frozenset({MODEL, ROUND, SETTINGS, CONFIG, SECURE_SUM, WEIGHTED_SUM, QUERY})
-"""Names of records that a method's own groups must not have."""
+SUM = "sum."
+"""Prefix of the record with the server's message for a sum (see `ClientSum.name`)."""
+_RESERVED = frozenset({MODEL, ROUND, SETTINGS, CONFIG, QUERY})
 
 
 class UnsentArray(Array):
@@ -190,6 +187,11 @@ def array_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, header)
     return file.tell() + math.prod(shape) * dtype.itemsize
+
+
+def is_reserved(name: str) -> bool:
+    """Return True for the name of a record that a method's own groups must not have."""
+    return name in _RESERVED or name.startswith((TRAINING, SUM))
 
 
 def of_kind(content: RecordDict, kind: type[K]) -> dict[str, K]:

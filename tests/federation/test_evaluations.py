@@ -13,6 +13,7 @@ from flower_ext.data import Examples
 from flower_ext.federation import records
 from flower_ext.federation.client import evaluating
 from flower_ext.federation.run_guarantees import not_covered, spent_by
+from flower_ext.federation.sums.masked import MASKED_SUM
 from flower_ext.privacy import Budget, Ledger, SecureScores, SecureSum, privacy_loss_of
 from flower_ext.runs import RunWriter
 from tests.support.grids import grid as grid_of
@@ -169,9 +170,7 @@ def test_too_few_participants_give_no_scores_and_still_spend(stage, logged):
             self.lost = self.later if self.trained else frozenset()
             out = super().send_and_receive(messages, timeout=timeout)
             self.trained |= any(
-                "question" in m.content[records.SECURE_SUM]
-                for m in messages
-                if records.SECURE_SUM in m.content
+                "question" in m.content[MASKED_SUM] for m in messages if MASKED_SUM in m.content
             )
             return out
 

@@ -46,7 +46,7 @@ from flower_ext.federation import (
 )
 from flower_ext.federation.engines import workers
 from flower_ext.federation.records import Update, UploadReply
-from flower_ext.federation.sums import masked, masked_member, summation, weighted_silo
+from flower_ext.federation.sums import masked, summation, weighted_silo
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.federation.sums.weighted import WeightedSum
 from flower_ext.privacy import (
@@ -451,7 +451,7 @@ PATHS = {
         run=partial(sent, plan=private_plan(**SECURE)),
         through=(
             (protections, "in_cells"),
-            (masked_member, "seal"),
+            (masked.MaskedMember, "seal"),
             (masked.MaskedSum, "open"),
             (masked.OpenMaskedSum, "read"),
         ),

@@ -1,7 +1,6 @@
 """A grid that loses members of a secure sum in the stage that a test names."""
 
-from flower_ext.federation import records
-from flower_ext.federation.sums.masked import BEGIN, KEYS, UNMASK
+from flower_ext.federation.sums.masked import BEGIN, KEYS, MASKED_SUM, UNMASK
 from tests.support.travelling import Recorder
 
 STAGES = (BEGIN, KEYS, "train", UNMASK)
@@ -12,8 +11,8 @@ def stage_of(message):
     kind = message.metadata.message_type.partition(".")[0]
     if kind == "train":
         return "train"
-    if kind == "query" and records.SECURE_SUM in message.content:
-        return next(s for s in STAGES if s in message.content[records.SECURE_SUM])
+    if kind == "query" and MASKED_SUM in message.content:
+        return next(s for s in STAGES if s in message.content[MASKED_SUM])
     return None
 
 

@@ -28,6 +28,9 @@ from flower_ext.federation.failures import CLIENT_APP_RAISED, REASON_WITHHELD, f
 from flower_ext.federation.packing import answer_packed, is_packed
 from flower_ext.federation.records import Update, UploadReply
 from flower_ext.federation.roster import IDENTITY, identity
+from flower_ext.federation.sums.masked import MaskedMember
+from flower_ext.federation.sums.summation import ClientSum
+from flower_ext.federation.sums.weighted_silo import WeightedSilo
 from flower_ext.privacy import SecureScores
 from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.training import MEMORY_LIMIT, Task
@@ -101,6 +104,7 @@ def client_app(
     task: Task | Callable[[Context], Task],
     allow_seeded_noise: bool = False,
     queries: Sequence[type[VectorQuery]] = (),
+    sums: Sequence[type[ClientSum]] = (),
 ) -> CohortApp:
     """Return a ClientApp that answers the messages of one or several methods.
 
@@ -116,10 +120,15 @@ def client_app(
         noise by ``--node-config "require-secure-noise=true"``.
     queries : Sequence[type[VectorQuery]]
         Kinds of queries that clients answer, in addition to `SecureScores`.
+    sums : Sequence[type[ClientSum]]
+        Clients' ends of sums in which clients take part, in addition to plain, masked and weighted
+        sums.
     """
     app = CohortApp()
     kinds: dict[str, type[VectorQuery]] = {"scores": SecureScores}
     kinds |= {kind.name: kind for kind in queries}
+    usual: list[type[ClientSum]] = [MaskedMember, WeightedSilo]
+    client_sums = {kind.name: kind for kind in [*usual, *sums]}
 
     def identities(
         messages: Sequence[Message], contexts: Sequence[Context], **_: object
@@ -129,7 +138,9 @@ def client_app(
     app.cohort_answers[IDENTITY] = identities
     app.query("identity")(partial(_answer_alone, identities))
     for method in methods:
-        side = app.sides[method.name] = ClientSide(method, task, allow_seeded_noise, kinds)
+        side = app.sides[method.name] = ClientSide(
+            method, task, allow_seeded_noise, kinds, client_sums
+        )
         app.cohort_answers[f"train.{method.name}"] = side.train
         app.cohort_answers[f"evaluate.{method.name}"] = side.score
         app.train(method.name)(partial(_answer_alone, partial(side.train, alone=True)))

@@ -9,15 +9,14 @@ import torch
 
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data, tellable
-from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientMethod, ClientWork, Memory
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.client.user_draws import draw_users, draws_vault
 from flower_ext.federation.failures import hide_errors, log_once
 from flower_ext.federation.protection import Unprotected
-from flower_ext.federation.state.memory import ClientMemory, ClientVault
-from flower_ext.federation.sums.weighted_silo import open_hidden_sum
+from flower_ext.federation.state.memory import ClientMemory
+from flower_ext.federation.sums.summation import ClientSum
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.mechanisms.protections import ClipSteps, ObjectivePerturbation, Protection
@@ -41,6 +40,8 @@ class Assignment:
     """The server's request, which says how the client's answer leaves the client."""
     policy: NodePolicy
     """The client's node, and limits that its owner sets."""
+    sum: ClientSum
+    """The client's end of the round's sum, which seals its contribution."""
     store: ClientMemory | None
     """The store for the memory that the method returns; None if the method keeps no memory."""
 
@@ -56,6 +57,8 @@ def assign(
     with knowing_no_data():
         partition, noise = policy.partition, policy.admit(request, method)
         step_noise = _step_noise(method, protection, noise)
+        client_sum = request.sum_type(request.sum_message, policy.context, method.name)
+        client_sum.check(protection)
     # Batches of examples differ between clients and rounds, and are equal in a repeated round.
     seed = derived_seed(request.seed, "client", request.kind, partition, request.training_round)
     data = checked_data(task, request, partition)
@@ -82,17 +85,11 @@ def assign(
         # Libraries may round differently if clients train in one batch, but no bit of an upload may
         # depend on the other clients.
         batch_invariant=not alone and protection.bounds_uploads,
-        hidden_sum=partial(
-            open_hidden_sum,
-            request.sum_messages.get(records.WEIGHTED_SUM),
-            ClientVault(context, method.name),
-            request.training_round,
-            request.received,
-        ),
+        hidden_sum=partial(client_sum.hidden_sum, request.training_round, request.received),
         # Cached, because a silo repeats failed work without data, for the same users.
         draw_users=cache(partial(draw_users, task, draws, run, request.training_round)),
     )
-    return Assignment(work=work, request=request, policy=policy, store=store)
+    return Assignment(work=work, request=request, policy=policy, sum=client_sum, store=store)
 
 
 def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientData:

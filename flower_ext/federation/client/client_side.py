@@ -6,8 +6,8 @@ whenever all of them wait for a local training, these trainings form one batch
 other clients: not on their data, their errors or their presence.
 
 The names of the records in a question's message determine the kind of question: a question of the
-method, a step of a masked or a weighted sum, or a question about the frozen part of the model. A
-message without such a record asks about the client's memory.
+method, a step of a sum, or a question about the frozen part of the model. A message without such a
+record asks about the client's memory.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from flower_ext.federation.client.evaluating import (
     used_model,
 )
 from flower_ext.federation.client.node import NodePolicy
-from flower_ext.federation.client.requests import read_each
+from flower_ext.federation.client.requests import read_each, sum_of
 from flower_ext.federation.client.upload import upload_of
 from flower_ext.federation.client.user_draws import draw_fingerprint, draws_vault
 from flower_ext.federation.failures import attempt_each, attempt_in_turn
 from flower_ext.federation.roster import check_addressee
-from flower_ext.federation.state.memory import ClientMemory, ClientVault, forget_client
-from flower_ext.federation.sums import masked_member, weighted_silo
+from flower_ext.federation.state.memory import ClientMemory, forget_client
+from flower_ext.federation.sums.summation import ClientSum
 from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.training import MEMORY_LIMIT, Params, Task
 from flower_ext.training.side_by_side import side_by_side
@@ -48,13 +48,14 @@ from flower_ext.training.side_by_side import side_by_side
 class ClientSide:
     """Answers messages of one method, for any number of clients at a time, one message each.
 
-    The fields are as in `client_app`; ``queries`` has all kinds of queries by name.
+    The fields are as in `client_app`; ``queries`` and ``sums`` have all kinds by name.
     """
 
     method: ClientMethod
     task: Task | Callable[[Context], Task]
     allow_seeded_noise: bool
     queries: Mapping[str, type[VectorQuery]]
+    sums: Mapping[str, type[ClientSum]]
 
     def train(
         self,
@@ -82,7 +83,7 @@ class ClientSide:
         if not known:
             return [policy for policy in policies if isinstance(policy, Exception)]
         task = known[0].task(self.task)
-        requests = read_each(task, messages, contexts)
+        requests = read_each(task, self.sums, messages, contexts)
         return attempt_each(partial(assign, self.method, task, alone=alone), policies, requests)
 
     def score(
@@ -116,12 +117,12 @@ class ClientSide:
     def answer(self, message: Message, context: Context) -> Message:
         """Return one client's reply to a question outside training and evaluation."""
         check_addressee(message, context)
-        if records.SECURE_SUM in message.content:
-            return masked_member.answer(message, context, self.method.name)
-        if records.QUESTION in message.content:
+        sum_type, sum_message = sum_of(message.content, self.sums)
+        if sum_type.name:
+            client_sum = sum_type(sum_message, context, self.method.name)
+            answer = self._answer_of_sum(client_sum, message, context)
+        elif records.QUESTION in message.content:
             answer = self._answer_of_method(message, context)
-        elif records.WEIGHTED_SUM in message.content:
-            answer = self._answer_of_weighted_sum(message, context)
         elif records.FROZEN in message.content:
             answer = self._confirmation_of_frozen(message, context)
         else:
@@ -148,21 +149,21 @@ class ClientSide:
         )
         return records.to_record(self.method.answer(question))
 
-    def _answer_of_weighted_sum(self, message: Message, context: Context) -> ArrayRecord:
-        """Answer one step of the set-up of a weighted sum, or of a secret draw of users."""
-        if not self.method.takes_weighted_sums:
+    def _answer_of_sum(
+        self, client_sum: ClientSum, message: Message, context: Context
+    ) -> ArrayRecord:
+        """Answer a message for a sum, such as one step of its set-up."""
+        if client_sum.brings_weights and not self.method.takes_weighted_sums:
             raise InvalidValue.tellable(
                 f"{self.method.name} takes no part in weighted sums: run UldpAvg or UldpSgd"
             )
         policy = self.policy(context)
-        policy.require_secure_sum("a weighted sum", in_sum=False)
-        return weighted_silo.answer(
-            records.to_arrays(message.content.array_records[records.WEIGHTED_SUM]),
-            _data(policy.task(self.task), message, policy.partition),
-            policy.partition,
-            ClientVault(context, self.method.name),
-            may_simulate=policy.may_simulate,
-        )
+        policy.require_secure_sum(f"an answer for {client_sum.name}", in_sum=client_sum.is_secure)
+
+        def data() -> ClientData:
+            return _data(policy.task(self.task), message, policy.partition)
+
+        return client_sum.answer(data, may_simulate=policy.may_simulate)
 
     def _confirmation_of_frozen(self, message: Message, context: Context) -> ArrayRecord:
         """Confirm that this node's model has the frozen part that the server names."""

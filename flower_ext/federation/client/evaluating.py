@@ -19,7 +19,6 @@ from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.failures import log_once
 from flower_ext.federation.replies import LARGEST_VALUE
-from flower_ext.federation.sums import masked_member
 from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.training import Params, evaluate_client
 from flower_ext.training.isolation import isolated
@@ -109,7 +108,7 @@ def masked_vector(query: VectorQuery, assignment: Assignment) -> RecordDict:
     protection = request.protection
     with knowing_no_data():
         policy.check(protection, protection.noise_multiplier)
-        if protection.cell is None or records.SECURE_SUM not in request.sum_messages:
+        if protection.cell is None or not assignment.sum.is_secure:
             raise InvalidValue.tellable(
                 "the server's message has a query without a secure sum, or without the protection "
                 "ClipToCells: expected both, as the server's FederatedStrategy sends them"
@@ -119,8 +118,7 @@ def masked_vector(query: VectorQuery, assignment: Assignment) -> RecordDict:
     # `released` clips to the protection's norm, for which the noise is calibrated, and not to the
     # norm in the query.
     cells = protection.released({"vector": vector}, noise)
-    method = assignment.work.method.name
-    sent = masked_member.seal(cells, protection, request.sum_messages, policy.context, method)
+    sent = assignment.sum.seal(cells, protection)
     return RecordDict({records.UPDATE: records.to_record(sent)})
 
 

@@ -49,7 +49,7 @@ class NodePolicy:
     * ``keep-memory=true``: the client refuses if the server asks it to delete what it remembers.
     * ``least-sum-members``, ``least-sum-threshold-share``, ``sum-identity-key``, ``sum-members``,
       ``sum-colluders`` and ``least-honest-answers``: limits on the secure sums in which the client
-      takes part (see `sums.masked_member`).
+      takes part (see `sums.masked`).
 
     Parameters
     ----------

@@ -6,21 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation.failures import attempt_each
 from flower_ext.federation.protection import Unprotected, check_entries
 from flower_ext.federation.roster import check_addressee
+from flower_ext.federation.sums.summation import ClientSum
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.updates import check_like, require_finite
 from flower_ext.training import LocalTraining, Params, Task
 
 T = TypeVar("T")
 
-_OF_SUMS = (records.SECURE_SUM, records.WEIGHTED_SUM)
-"""Array records that hold a protocol's bytes. The arrays of all other records become tensors."""
 _IN_THE_CLEAR = ("report-size", "diagnostics", "training-loss")
 """Entries that ask for numbers about the client's data without noise, in addition to the update."""
 
@@ -30,7 +29,7 @@ class ClientRequest:
     """A request of the server, as read from its message.
 
     It holds the model, other arrays, the phases of training, and the entries of the round. Its
-    protection and sum messages say how the client's answer leaves the client.
+    protection and its sum say how the client's answer leaves the client.
     """
 
     kind: str = "train"
@@ -42,18 +41,19 @@ class ClientRequest:
     protection: Protection = field(default_factory=Protection)
     entries: Mapping[str, Any] = field(default_factory=lambda: {"number": 1, "seed": 0})
     """Entries of the round's record, including the entries of the protection."""
-    sum_messages: Mapping[str, records.Arrays] = field(default_factory=dict)
-    """The server's messages for the sum of the round, by the names of their records."""
+    sum_type: type[ClientSum] = ClientSum
+    """The client's end of the round's sum."""
+    sum_message: records.Arrays = field(default_factory=dict)
+    """The server's message for the sum, which holds a protocol's bytes."""
     query: Mapping[str, Any] = field(default_factory=dict)
     """Name and fields of a query that is answered by a noised sum; empty without one."""
 
     @property
     def is_summed(self) -> bool:
-        """True if masks hide the client's whole answer, and the client sends no number unmasked."""
+        """True if a secure sum hides the client's whole answer, and no number leaves beside it."""
         if any(self.entries.get(name) for name in _IN_THE_CLEAR):
             return False
-        is_masked = records.SECURE_SUM in self.sum_messages and self.protection.cell is not None
-        return is_masked and (self.kind == "train" or bool(self.query))
+        return self.sum_type.is_secure and (self.kind == "train" or bool(self.query))
 
     @property
     def hides_missing_data(self) -> bool:
@@ -78,8 +78,36 @@ class ClientRequest:
         return int(self.entries["seed"])
 
 
+def sum_of(
+    content: RecordDict, sums: Mapping[str, type[ClientSum]]
+) -> tuple[type[ClientSum], records.Arrays]:
+    """Return the client's end of the sum for which the server sends a message, and the message.
+
+    Without a message for a sum, return `ClientSum` and no arrays.
+
+    Raises
+    ------
+    InvalidValue
+        The message is for a sum that is not in ``sums``, or for several sums.
+    """
+    arrays = records.of_kind(content, ArrayRecord)
+    names = [name for name in arrays if name.startswith(records.SUM)]
+    if not names:
+        return ClientSum, {}
+    with knowing_no_data():
+        if len(names) > 1 or names[0] not in sums:
+            raise InvalidValue(
+                f"the server's message is for {names}: expected one of the sums {sorted(sums)}; "
+                "give the client's end of any other sum to client_app(sums=…)"
+            )
+        return sums[names[0]], records.to_arrays(arrays[names[0]])
+
+
 def read_each(
-    task: Task, messages: Sequence[Message], contexts: Sequence[Context]
+    task: Task,
+    sums: Mapping[str, type[ClientSum]],
+    messages: Sequence[Message],
+    contexts: Sequence[Context],
 ) -> list[ClientRequest | Exception]:
     """Return each client's request, or its error; read only once what several messages share.
 
@@ -96,17 +124,23 @@ def read_each(
             # Build a model outside the block below: its errors may depend on the client's data.
             _ = task.shapes, task.template
             with knowing_no_data():
-                requests[key] = _request(task, message, params)
+                requests[key] = _request(task, sums, message, params)
         return requests[key]
 
     return attempt_each(read, messages, contexts)
 
 
-def _request(task: Task, message: Message, params: dict[int, Params]) -> ClientRequest:
+def _request(
+    task: Task,
+    sums: Mapping[str, type[ClientSum]],
+    message: Message,
+    params: dict[int, Params],
+) -> ClientRequest:
     """Return a message's request; keep each record's arrays in ``params``, by the record's id."""
     content = message.content
+    sum_type, sum_message = sum_of(content, sums)
     arrays_of = records.of_kind(content, ArrayRecord)
-    sum_messages = {n: records.to_arrays(arrays_of.pop(n)) for n in _OF_SUMS if n in arrays_of}
+    arrays_of.pop(sum_type.name, None)
     for record in arrays_of.values():
         if id(record) not in params:
             received = records.to_params(record)
@@ -134,7 +168,8 @@ def _request(task: Task, message: Message, params: dict[int, Params]) -> ClientR
         entries=entries,
         received=arrays.pop(records.MODEL),
         state=_Named(arrays),
-        sum_messages=_Named(sum_messages),
+        sum_type=sum_type,
+        sum_message=sum_message,
         training=_Named(records.read_trainings(content)),
         settings=_Named(configs.get(records.SETTINGS, {})),  # type: ignore[arg-type]
         config=dict(configs.get(records.CONFIG, {})),

@@ -37,7 +37,6 @@ from flower_ext.federation.client.assignment import NO_DATA, Assignment
 from flower_ext.federation.client.client_method import ClientWork, Contribution, LocalResult, Memory
 from flower_ext.federation.client.node import OF_UPLOADS
 from flower_ext.federation.failures import hide_errors, log_hidden
-from flower_ext.federation.sums import masked_member
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.updates import NamedArrays, l2_norm, require_finite
@@ -51,9 +50,7 @@ def upload_of(assignment: Assignment) -> Steps[records.Update]:
     result = yield from result_hiding_failures(assignment.work)
     contribution, update = _protected(assignment, result)
     metrics = _metrics(assignment, result, contribution)
-    work, context = assignment.work, assignment.policy.context
-    sum_messages, name = assignment.request.sum_messages, work.method.name
-    sent = masked_member.seal(update, work.protection, sum_messages, context, name)
+    sent = assignment.sum.seal(update, assignment.work.protection)
     # Store memory last, so that an error in masks or metrics keeps the previous round's memory.
     _store_memory(assignment, result, update)
     return records.Update(sent, metrics)

@@ -1,8 +1,7 @@
 """Masked sums: the server sees the sum of the clients' contributions, but no single one.
 
-This module has the server's end of a sum, and the names in the messages; `masked_member` has the
-client's end. The protocol's arithmetic is in `flower_ext.secure.aggregation` (Bonawitz et al. 2017;
-Bell et al. 2020).
+This module has both ends of a sum, and the names in the messages. The protocol's arithmetic is in
+`flower_ext.secure.aggregation` (Bonawitz et al. 2017; Bell et al. 2020).
 
 ============  ========================================  ===========================================
 stage         message of the server                     answer of a client
@@ -18,26 +17,44 @@ silent in one of these stages drops out of the round.
 
 The first message of a round is an `Invitation`. Every later message begins with the digest of the
 round's `RoundContext`.
+
+A client stores its secrets in its `ClientVault` before a reply leaves. If another process has
+stored secrets since this process read them, the vault raises an error, and no reply leaves. A
+client therefore never answers a message twice, even if its process is restarted or a second process
+runs at the same time.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from logging import getLogger
+from typing import Any
 
 from flwr.app import ArrayRecord, Message
 
-from flower_ext.errors import IncompleteRound
+from flower_ext.data import ClientData
+from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation.failures import printable
-from flower_ext.federation.records import Arrays, bytes_record, shaped, single_message
+from flower_ext.federation.records import Arrays, bytes_record, flattened, shaped, single_message
 from flower_ext.federation.replies import LONGEST_REASON, RefusedReply, read_answer, read_metrics
-from flower_ext.federation.sums.summation import Opening, OpenSum, Summation, UploadCounts
+from flower_ext.federation.state.memory import OF_MASKED_SUM, ClientVault
+from flower_ext.federation.sums.summation import (
+    ClientSum,
+    Opening,
+    OpenSum,
+    Summation,
+    UploadCounts,
+)
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded
+from flower_ext.privacy.mechanisms.updates import NamedArrays
 from flower_ext.privacy.randomness import secure_generator
+from flower_ext.secure.aggregation.aggregation_messages import Delivery, Keys, UnmaskRequest
 from flower_ext.secure.aggregation.aggregation_server import SumServer
 from flower_ext.secure.aggregation.context import (
     Invitation,
@@ -46,10 +63,14 @@ from flower_ext.secure.aggregation.context import (
     graph_digest,
     graph_of,
 )
+from flower_ext.secure.aggregation.identities import Identities
+from flower_ext.secure.aggregation.member import Member
 from flower_ext.secure.messages import ProtocolMessage
 
 log = getLogger("flwr")
 
+MASKED_SUM = records.SUM + "masked"
+"""Name of the record of the server's messages."""
 BEGIN, KEYS, DELIVERY, UNMASK = "begin", "keys", "delivery", "question"
 SENT = "message"
 """Names of arrays. A message of a stage holds one array with the stage's name; an answer, and a
@@ -121,7 +142,7 @@ class OpenMaskedSum(OpenSum):
     def request(self, partition: int) -> Mapping[str, ArrayRecord]:
         """Return the record that one client's training request carries for the sum."""
         delivery = self._deliveries[self._members[partition]]
-        return {records.SECURE_SUM: bytes_record(DELIVERY, delivery.to_bytes())}
+        return {MASKED_SUM: bytes_record(DELIVERY, delivery.to_bytes())}
 
     def read(self, reply: Message) -> records.Update:
         """Read a masked contribution and add it to the sum.
@@ -160,7 +181,7 @@ class OpenMaskedSum(OpenSum):
     def _ask(self, stage: str, content: Mapping[int, Invitation | ProtocolMessage]) -> None:
         """Send members the messages of a stage, and add each answer when it arrives."""
         contents = {
-            self._partitions[member]: {records.SECURE_SUM: bytes_record(stage, message.to_bytes())}
+            self._partitions[member]: {MASKED_SUM: bytes_record(stage, message.to_bytes())}
             for member, message in content.items()
         }
         answers = self._clients.ask(
@@ -193,3 +214,143 @@ class OpenMaskedSum(OpenSum):
             refusal = printable(text[:LONGEST_REASON])
             log.warning("%s", refusal)
             self._clients.refusals.append(refusal)
+
+
+class MaskedMember(ClientSum):
+    """A client's end of a masked sum: its answers to the server, and its masked contribution."""
+
+    name = MASKED_SUM
+    is_secure = True
+
+    def check(self, protection: Protection) -> None:
+        """Refuse a protection that makes no whole numbers, because only these can be masked."""
+        if protection.cell is None:
+            raise InvalidValue.tellable(
+                f"the server's message has {MASKED_SUM!r} with {type(protection).__name__}: "
+                "expected the protection ClipToCells, as the server's FederatedStrategy sends it"
+            )
+
+    def answer(self, data: Callable[[], ClientData], *, may_simulate: bool) -> ArrayRecord:
+        """Answer a message of the stage ``begin``, ``keys`` or ``question``."""
+        # Read files outside the block below: the server must not see an error in reading them.
+        node_config = self.context.node_config
+        identities = identities_of(node_config)
+        with knowing_no_data():
+            stage, content = single_message(self.message, BEGIN, KEYS, UNMASK)
+            vault = self._vault
+            member = _invited(vault, content) if stage == BEGIN else _stored(vault)
+            reply: ProtocolMessage
+            if stage == BEGIN:
+                check_limits(member.context, node_config)
+                reply = member.advertise(identities=identities)
+            elif stage == KEYS:
+                keys = Keys.from_bytes(content, member.context)
+                reply = member.share(keys, identities=identities)
+            else:
+                reply = member.unmask(UnmaskRequest.from_bytes(content, member.context))
+            vault.store(member.to_bytes())
+        return bytes_record(SENT, reply.to_bytes())
+
+    def seal(self, update: NamedArrays, protection: Protection) -> Arrays:
+        """Return a protected update, masked.
+
+        The update holds int64 integers, in steps of the plan's grid. The client sends these
+        integers modulo a power of two, in the order of the arrays' names.
+        """
+        self.check(protection)
+        arrays = records.arrays_of(update)
+        with knowing_no_data():
+            vault = self._vault
+            member = _stored(vault)
+            vector = flattened(arrays)
+            _, content = single_message(self.message, DELIVERY)
+            delivery = Delivery.from_bytes(content, member.context)
+            upload = member.mask(delivery, vector.astype(member.context.dtype))
+            vault.store(member.to_bytes())
+        return {SENT: records.to_bytes_array(upload.to_bytes())}
+
+    @property
+    def _vault(self) -> ClientVault:
+        return ClientVault(self.context, self.method + OF_MASKED_SUM)
+
+
+def check_limits(context: RoundContext, node_config: Mapping[str, Any]) -> None:
+    """Refuse, by a PermissionError, a sum that shows the server more than the node's owner permits.
+
+    =============================  ===========================================================
+    node config                    meaning
+    =============================  ===========================================================
+    ``least-sum-members``          least number of members whose vectors are in a sum
+    ``least-sum-threshold-share``  least share of a member's neighbours that must help to
+                                   unmask this member's vector
+    ``sum-colluders``              number of other members that may collude with the server
+    ``least-honest-answers``       least number of members that do not collude, this one
+                                   included, in every sum that the server may unmask
+                                   (`SumParameters.honest_answers`)
+    =============================  ===========================================================
+    """
+    least_members = int(node_config.get("least-sum-members", 0))
+    least_share = float(node_config.get("least-sum-threshold-share", 0.0))
+    colluders = int(node_config.get("sum-colluders", 0))
+    least_honest = int(node_config.get("least-honest-answers", 0))
+    if context.least_answers < least_members:
+        raise PermissionError(
+            f"the server could unmask a sum of only {context.least_answers} members: the owner of "
+            f"this node requires least-sum-members={least_members}"
+        )
+    if context.threshold < least_share * context.num_neighbors:
+        raise PermissionError(
+            f"{context.threshold} of {context.num_neighbors} neighbours may together unmask this "
+            "client's vector: the owner of this node requires "
+            f"least-sum-threshold-share={least_share:g}"
+        )
+    if least_honest > (honest := _honest_answers(context, colluders)):
+        raise PermissionError(
+            f"the server could unmask a sum of only {honest} honest members: the owner of this "
+            f"node requires least-honest-answers={least_honest} with sum-colluders={colluders}"
+        )
+
+
+def identities_of(node_config: Mapping[str, Any]) -> Identities | None:
+    """Return the node's signing key and the public keys of the members that its owner trusts.
+
+    The node then takes part in signed sums only. Return None if the node config names no keys: the
+    node then takes part in unsigned sums only.
+    """
+    key, members = (node_config.get(name) for name in ("sum-identity-key", "sum-members"))
+    if (key is None) != (members is None):
+        raise InvalidValue.tellable(
+            "node config: expected both sum-identity-key and sum-members, or neither of them"
+        )
+    return None if key is None else Identities.read(str(key), str(members))
+
+
+def _honest_answers(context: RoundContext, colluders: int) -> int:
+    """Return the least number of honest members in a sum that the server can unmask.
+
+    Return 0 if the server and ``colluders`` members could unmask a single member's vector.
+    """
+    if 2 * context.threshold <= context.num_neighbors + colluders:
+        return 0
+    return replace(context, colluders=colluders).honest_answers
+
+
+def _invited(vault: ClientVault, data: bytes) -> Member:
+    invitation = Invitation.from_bytes(data)
+    if (stored := vault.load()) is not None:
+        with suppress(InvalidValue):  # secrets that cannot be read belong to no round
+            if Member.from_bytes(stored).context == invitation.context:
+                raise ProtocolError(
+                    f"the server begins round {invitation.context.round_number}, which this client "
+                    "has already begun: expected a new round"
+                )
+    return Member(invitation=invitation)
+
+
+def _stored(vault: ClientVault) -> Member:
+    if (stored := vault.load()) is None:
+        raise ProtocolError(
+            "this client has no keys of the round, because it got no invitation, or the SuperNode "
+            "was restarted and lost them; to keep keys, name a state-folder in its node config"
+        )
+    return Member.from_bytes(stored)

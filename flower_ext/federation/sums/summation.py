@@ -1,6 +1,7 @@
 """Sums of clients' contributions: their interface, and sums whose contributions the server sees.
 
-A mechanism releases the mean of each sum.
+On the server, a `Summation` opens the sum of each round (`OpenSum`), and a mechanism releases the
+mean. On a client, a `ClientSum` seals the contribution.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, Context, Message
 
+from flower_ext.data import ClientData
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import Cohort, Population
@@ -21,8 +24,12 @@ from flower_ext.federation.replies import RefusedReply, read_update
 from flower_ext.privacy import AdversaryView, NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundMechanism, divided
-from flower_ext.privacy.mechanisms.updates import as_float64, in_float64, l2_norm
+from flower_ext.privacy.mechanisms.updates import NamedArrays, as_float64, in_float64, l2_norm
 from flower_ext.privacy.run_summary import MethodTraits, SumTerms
+from flower_ext.training import Params
+
+if TYPE_CHECKING:
+    from flower_ext.federation.sums.weighted_silo import HiddenSum
 
 _ROUNDING = 1.0001
 """Factor on the largest norm of an upload. It allows for the rounding of uploads to single
@@ -214,6 +221,75 @@ class Summation(ABC):
 
     def restore(self, state: Mapping[str, Arrays]) -> None:  # noqa: B027 - most have no state
         """Restore a checkpoint's `state`; call it after `connect` if the run continues."""
+
+
+class ClientSum:
+    """A client's end of a sum, for one message of the server; by default, of a `PlainSum`.
+
+    Parameters
+    ----------
+    message : Mapping[str, ndarray]
+        The arrays of the sum's record in the server's message. It is empty if there is no record.
+    context : Context
+        The client's context, in which a sum keeps keys between messages.
+    method : str
+        Name of the client's method.
+    """
+
+    name: ClassVar[str] = ""
+    """Name of the sum's record in the server's messages. It begins with `records.SUM`."""
+    is_secure: ClassVar[bool] = False
+    """True if the sum hides contributions so well that ``require-secure-sum`` permits it."""
+    brings_weights: ClassVar[bool] = False
+    """True if the sum weights the contributions of users (see `Summation`)."""
+
+    def __init__(self, message: Arrays, context: Context, method: str) -> None:
+        self.message, self.context, self.method = message, context, method
+
+    def check(self, protection: Protection) -> None:
+        """Refuse a protection that does not fit this sum, before the client loads any data.
+
+        Raises
+        ------
+        InvalidValue
+            By default: the upload would have only a share of the noise, so it must not leave in the
+            clear.
+        """
+        if protection.cell is not None:
+            raise InvalidValue.tellable(
+                "the server's message asks for a share of a sum's noise without a secure sum: "
+                f"expected a record whose name begins with {records.SUM!r}, too"
+            )
+
+    def answer(self, data: Callable[[], ClientData], *, may_simulate: bool) -> ArrayRecord:
+        """Answer a message for the sum that asks for no contribution, such as a step of a set-up.
+
+        ``data`` loads the client's data. If ``may_simulate`` is True, this client accepts settings
+        that protect nobody (see `NodePolicy`).
+        """
+        raise InvalidValue.tellable(
+            f"{type(self).__name__} answers no questions: expected a request to contribute"
+        )
+
+    def hidden_sum(
+        self, training_round: int, like: Params, users: int, bound: float
+    ) -> HiddenSum | None:
+        """Begin a sum over users that only leaves the client encrypted; None by default.
+
+        The arguments are those of `HiddenSum`.
+        """
+        return None
+
+    def seal(self, update: NamedArrays, protection: Protection) -> Arrays:
+        """Return a protected update as it leaves the client; by default, unchanged.
+
+        Raises
+        ------
+        InvalidValue
+            The protection does not fit this sum (`check`).
+        """
+        self.check(protection)
+        return records.arrays_of(update)
 
 
 class PlainSum(Summation):

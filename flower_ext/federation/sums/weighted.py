@@ -60,6 +60,8 @@ if TYPE_CHECKING:  # it needs the extra ``weighting``
 T = TypeVar("T")
 log = getLogger("flwr")
 
+WEIGHTED_SUM = records.SUM + "weighted"
+"""Name of the record of the server's messages."""
 WEIGHTS, SUM, LOST = "weights", "sum", "lost"
 """Names of the only array in a message. The server sends `WEIGHTS` for a round. A silo replies with
 its masked `SUM`, or with a notice that it has `LOST` its keys. In all other messages, and in their
@@ -233,7 +235,7 @@ class OpenWeightedSum(OpenSum):
 
     def request(self, partition: int) -> Mapping[str, ArrayRecord]:
         """Return the encrypted weights, which are the same for all silos."""
-        return {records.WEIGHTED_SUM: self._weights}
+        return {WEIGHTED_SUM: self._weights}
 
     def read(self, reply: Message) -> Update:
         """Keep a silo's masked sum until `close`, or note that the silo has lost its keys."""
@@ -321,7 +323,7 @@ def _converse(dialogue: Dialogue[T], clients: Clients) -> T:
             reason = str(error) if isinstance(error, FlowerExtError) else repr(error)
             raise FederationNotReady(f"a silo's answer breaks the protocol: {reason}") from error
         contents = {
-            silo: {records.WEIGHTED_SUM: bytes_record(step.name, question)}
+            silo: {WEIGHTED_SUM: bytes_record(step.name, question)}
             for silo, question in step.questions.items()
         }
         answers = clients.ask_all(contents, partial(_read_answer, step.name))

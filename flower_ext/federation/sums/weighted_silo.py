@@ -7,7 +7,7 @@ new state before it sends anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from logging import getLogger
 from typing import TYPE_CHECKING, ClassVar, NoReturn
@@ -27,8 +27,10 @@ from flower_ext.federation.records import (
     single_message,
     to_bytes_array,
 )
+from flower_ext.federation.roster import partition_of
 from flower_ext.federation.state.memory import ClientVault
-from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTS
+from flower_ext.federation.sums.summation import ClientSum
+from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTED_SUM, WEIGHTS
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.bounds import clip_each_row
 from flower_ext.privacy.mechanisms.updates import NamedArrays
@@ -43,34 +45,49 @@ if TYPE_CHECKING:  # the import needs the extra ``weighting``; `protocol_of` loa
 log = getLogger("flwr")
 
 
-def answer(
-    message: Arrays, data: ClientData, partition: int, vault: ClientVault, *, may_simulate: bool
-) -> ArrayRecord:
-    """Answer one step of the set-up of a weighted sum, or of a secret draw.
+class WeightedSilo(ClientSum):
+    """A silo's end of a weighted sum. Its contributions are of type `HiddenSum`."""
 
-    ``message`` holds the arrays of the server's message that concern the sum. If ``may_simulate``
-    is True, this client accepts settings that protect nobody (see `NodePolicy`).
+    name = WEIGHTED_SUM
+    brings_weights = True
 
-    Raises
-    ------
-    ProtocolError
-        The step is out of order or repeated.
-    InvalidValue
-        The server's message is malformed, or the data do not name the owner of each record.
-    """
-    with _protocol_errors():
-        step, content = single_message(message, BEGIN, KEYS, COUNT, DRAW)
-        is_first = step == BEGIN
-        silo = _begin(content, partition, vault, may_simulate) if is_first else stored_silo(vault)
-        if silo is None:
-            raise ProtocolError(
-                f"silo {partition} has no keys of this run: name a state-folder in its "
-                "node config, so that keys outlive the SuperNode, and start the run anew"
-            )
-        settings, counts = silo.settings, list[int]()
-        if step == COUNT:
-            counts = counts_of(data, settings.users, settings.record_limit(silo.index))
-        return bytes_record(step, silo.answer(step, content, counts))
+    def answer(self, data: Callable[[], ClientData], *, may_simulate: bool) -> ArrayRecord:
+        """Answer one step of the set-up of a weighted sum, or of a secret draw.
+
+        Raises
+        ------
+        ProtocolError
+            The step is out of order or repeated.
+        InvalidValue
+            The server's message is malformed, or the data do not name the owner of each record.
+        """
+        partition, vault = partition_of(self.context.node_config), self._vault
+        with _protocol_errors():
+            step, content = single_message(self.message, BEGIN, KEYS, COUNT, DRAW)
+            if step == BEGIN:
+                silo: SiloParty | None = _begin(content, partition, vault, may_simulate)
+            else:
+                silo = stored_silo(vault)
+            if silo is None:
+                raise ProtocolError(
+                    f"silo {partition} has no keys of this run: name a state-folder in its "
+                    "node config, so that keys outlive the SuperNode, and start the run anew"
+                )
+            settings, counts = silo.settings, list[int]()
+            if step == COUNT:
+                counts = counts_of(data(), settings.users, settings.record_limit(silo.index))
+            return bytes_record(step, silo.answer(step, content, counts))
+
+    def hidden_sum(self, training_round: int, like: Params, users: int, bound: float) -> HiddenSum:
+        """Begin this silo's sum over its users in a training round."""
+        silo = stored_silo(self._vault)
+        return HiddenSum(
+            silo, self.message, training_round=training_round, users=users, bound=bound, like=like
+        )
+
+    @property
+    def _vault(self) -> ClientVault:
+        return ClientVault(self.context, self.method)
 
 
 def _begin(content: bytes, partition: int, vault: ClientVault, may_simulate: bool) -> SiloParty:
@@ -124,16 +141,6 @@ def stored_silo(vault: ClientVault) -> SiloParty | None:
     silo = protocol_of(stored).silo_type.from_bytes(stored)
     silo.save = vault.store
     return silo
-
-
-def open_hidden_sum(
-    message: Arrays | None, vault: ClientVault, number: int, like: Params, users: int, bound: float
-) -> HiddenSum | None:
-    """Return the silo's sum in round ``number``; None without a ``message`` of a weighted sum."""
-    if message is None:
-        return None
-    silo = stored_silo(vault)
-    return HiddenSum(silo, message, training_round=number, users=users, bound=bound, like=like)
 
 
 class HiddenSum:

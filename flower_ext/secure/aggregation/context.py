@@ -31,7 +31,7 @@ class RoundContext(SumParameters, Checked, JsonRecord):
     """Public values that the server announces before a round.
 
     Members are numbered from 0. A node does not rely on the announced number of ``colluders``. It
-    uses the number that its owner configures (see `federation.sums.masked_member.check_limits`).
+    uses the number that its owner configures (see `federation.sums.masked.check_limits`).
 
     Parameters
     ----------

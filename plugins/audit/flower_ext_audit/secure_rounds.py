@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, Message
 
 from flower_ext.errors import FlowerExtError
 from flower_ext.federation import records
-from flower_ext.federation.sums.masked import BEGIN, SENT
+from flower_ext.federation.sums.masked import BEGIN, MASKED_SUM, SENT
 from flower_ext.secure.aggregation.aggregation_messages import (
     OF_SEED,
     Advert,
@@ -53,7 +53,7 @@ class SecureTranscript:
         """Record a stage: the server's messages and the clients' replies."""
         for message in requests:
             if is_secure(message):
-                arrays = records.to_arrays(message.content.array_records[records.SECURE_SUM])
+                arrays = records.to_arrays(message.content.array_records[MASKED_SUM])
                 if BEGIN not in arrays:
                     continue
                 invited = Invitation.from_bytes(arrays[BEGIN].tobytes())
@@ -136,4 +136,4 @@ def _signed(values: np.ndarray, context: RoundContext) -> np.ndarray:
 
 def is_secure(message: Message) -> bool:
     """Return True for a message of the server in a secure sum."""
-    return records.SECURE_SUM in message.content
+    return MASKED_SUM in message.content

@@ -19,7 +19,7 @@ from scipy import stats
 from flower_ext.algorithms.uldp import UldpAvg
 from flower_ext.data import SiloData
 from flower_ext.federation import FederatedStrategy
-from flower_ext.federation.sums import masked, masked_member
+from flower_ext.federation.sums import masked
 from flower_ext.privacy import AdversaryView, PoissonSampling, SecureSum, privacy_loss_of
 from flower_ext.privacy.mechanisms.secure_sum import SumParameters
 from flower_ext.secure.aggregation.aggregation_messages import OF_KEY, OF_SEED, MaskedInput
@@ -141,9 +141,7 @@ def test_epsilon_counts_the_noise_of_the_smallest_sum_a_liar_can_open(
     """The true μ is 15 % above the fault's; these runs bound it to 8 %, but once in a million."""
     files = write_identities(tmp_path, silos)
     known = [Identities.read(one["sum-identity-key"], one["sum-members"]) for one in files]
-    monkeypatch.setattr(
-        masked_member, "identities_of", lambda config: known[config["partition-id"]]
-    )
+    monkeypatch.setattr(masked, "identities_of", lambda config: known[config["partition-id"]])
     monkeypatch.setattr(masked, "SumServer", LyingServer)
     monkeypatch.setattr(secure_rounds, "SumServer", LyingServer)
     experiment = experiment_of(silos, dropouts, rate, noise)

@@ -113,7 +113,7 @@ class SumPolicy:
 
     @property
     def node_config(self) -> dict[str, str | int]:
-        """The policy as settings of a node config; see `federation.sums.masked_member`."""
+        """The policy as settings of a node config; see `federation.sums.masked`."""
         return {
             "sum-identity-key": self.identity_key,
             "sum-members": self.members,

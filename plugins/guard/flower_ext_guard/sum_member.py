@@ -22,6 +22,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.client_level_mod import client_level_dp_mod
 from flower_ext.federation.roster import PARTITION
+from flower_ext.federation.sums.masked import MASKED_SUM
 from flower_ext_guard.flower_runtime import RuntimeRequest
 from flower_ext_guard.policy import GuardPolicy, MessagePolicy, Refused
 
@@ -30,7 +31,7 @@ _MOD = client_level_dp_mod()
 
 def asks_for_contribution(message: Message) -> bool:
     """Return True if a message of a sum asks for a vector. Only the app can compute vectors."""
-    return records.MODEL in message.content and records.SECURE_SUM in message.content
+    return records.MODEL in message.content and MASKED_SUM in message.content
 
 
 def answer_in_sum(

@@ -16,6 +16,7 @@ from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid, records
 from flower_ext.federation.failures import REASON_WITHHELD
 from flower_ext.federation.roster import FOR_MODS, REHEARSAL
+from flower_ext.federation.sums.masked import MASKED_SUM
 from flower_ext.privacy import (
     AdversaryView,
     FullParticipation,
@@ -179,9 +180,9 @@ def test_a_sum_that_refuses_hides_how_long_the_app_ran(sites, monkeypatch):
     def spoiled(sites, messages, **options):
         messages = list(messages)
         for message in messages:
-            if {records.MODEL, records.SECURE_SUM} <= set(message.content):
-                (name,) = message.content[records.SECURE_SUM]
-                message.content[records.SECURE_SUM][name] = Array(np.zeros(3, np.uint8))
+            if {records.MODEL, MASKED_SUM} <= set(message.content):
+                (name,) = message.content[MASKED_SUM]
+                message.content[MASKED_SUM][name] = Array(np.zeros(3, np.uint8))
         return real(sites, messages, **options)
 
     monkeypatch.setattr(GuardedSites, "send_and_receive", spoiled)

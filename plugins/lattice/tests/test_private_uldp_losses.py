@@ -11,6 +11,7 @@ from flwr.app import ArrayRecord
 from flower_ext.algorithms.uldp import UldpAvg
 from flower_ext.errors import ProtocolError
 from flower_ext.federation import InProcessGrid, records
+from flower_ext.federation.sums.weighted import WEIGHTED_SUM
 from flower_ext.federation.sums.weighted_silo import stored_silo
 from flower_ext.privacy import (
     AdversaryView,
@@ -165,7 +166,7 @@ def test_a_silo_refuses_a_protocol_that_it_does_not_know():
     message = requests_to(grid, 1)[0]
     settings = json.dumps({"kind": "pigeons", "run": "another"}).encode()
     sent = {"begin": records.to_bytes_array(settings)}
-    message.content[records.WEIGHTED_SUM] = records.to_record(sent)
+    message.content[WEIGHTED_SUM] = records.to_record(sent)
     (reply,) = InProcessGrid.send_and_receive(grid, [message])
     assert "protocol='pigeons': expected one of lattice, paillier" in reply.error.reason
 

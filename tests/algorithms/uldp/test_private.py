@@ -20,6 +20,7 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.population import Cohort, UsersInSilos
+from flower_ext.federation.sums.weighted import WEIGHTED_SUM
 from flower_ext.privacy import (
     AdversaryView,
     FullParticipation,
@@ -52,7 +53,7 @@ from tests.support.weighting import numbers
 
 
 def is_draw(message):
-    return "draw" in message.content.get(records.WEIGHTED_SUM, {})
+    return "draw" in message.content.get(WEIGHTED_SUM, {})
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_only_silo_0_answers_a_draw_and_the_server_gets_group_elements():
     assert len(answers) == ROUNDS
     pieces = [data[at : at + 32] for _, data in answers for at in range(0, len(data), 32)]
     assert len(set(pieces)) == len(pieces) == ROUNDS * USERS
-    sent = {data for _, data in arrays(grid.sent, records.WEIGHTED_SUM, "weights")}
+    sent = {data for _, data in arrays(grid.sent, WEIGHTED_SUM, "weights")}
     assert len(sent) == ROUNDS  # all silos received the same
     facts = strategy.run.summation.server.settings
     assert {len(data) for data in sent} == {32 + USERS * 5 * (facts.ciphertext_bytes + 16)}

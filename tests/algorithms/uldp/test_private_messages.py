@@ -9,6 +9,7 @@ from gmpy2 import mpz
 from flower_ext.federation import (
     records,
 )
+from flower_ext.federation.sums.weighted import WEIGHTED_SUM
 from flower_ext.privacy import (
     PoissonSampling,
 )
@@ -96,7 +97,7 @@ def test_every_number_that_is_sent_is_fresh(transcript):
     assert len(uploads) == SILOS * ROUNDS
     for _, data in uploads:
         sent += numbers(data, facts.ciphertext_bytes)
-    weights = arrays(grid.sent, records.WEIGHTED_SUM, "weights")
+    weights = arrays(grid.sent, WEIGHTED_SUM, "weights")
     assert len(weights) == SILOS * ROUNDS
     for data in {data for _, data in weights}:  # one list per round, for all silos
         sent += numbers(data, facts.ciphertext_bytes)

@@ -15,6 +15,7 @@ from flower_ext.federation import (
     InProcessGrid,
     records,
 )
+from flower_ext.federation.sums.weighted import WEIGHTED_SUM
 from flower_ext.privacy import (
     Ledger,
     PoissonSampling,
@@ -221,7 +222,7 @@ def test_a_silo_refuses_a_step_of_the_set_up_that_is_repeated(step):
         for m in grid.sent
         if m.metadata.dst_node_id == 1_001
         and m.metadata.message_type == f"query.{METHOD}"
-        and step in m.content.get(records.WEIGHTED_SUM, {})
+        and step in m.content.get(WEIGHTED_SUM, {})
     )
     before = vault(grid, 1).load()
     (reply,) = InProcessGrid.send_and_receive(grid, [again])

@@ -3,7 +3,6 @@
 import json
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
@@ -11,7 +10,10 @@ from flower_ext.errors import InvalidValue, is_tellable
 from flower_ext.federation.client.assignment import NO_DATA, Assignment
 from flower_ext.federation.client.evaluating import masked_vector, query_of
 from flower_ext.federation.client.node import NodePolicy
+from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.protection import Unprotected
+from flower_ext.federation.sums.masked import MaskedMember
+from flower_ext.federation.sums.summation import ClientSum
 from flower_ext.privacy import SecureScores
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 
@@ -20,9 +22,11 @@ KINDS = {"scores": SecureScores}
 ONE_SCORE = {"noise_multiplier": 1.0, "bounds": [["accuracy", 0.0, 1.0]]}
 
 
-def request(name="scores", fields=ONE_SCORE, protection=SHARE, **state):
+def request(name="scores", fields=ONE_SCORE, protection=SHARE, sum_type=ClientSum):
     query = {"name": name, "fields": fields if isinstance(fields, str) else json.dumps(fields)}
-    return SimpleNamespace(query=query, protection=protection, sum_messages=state, entries={})
+    return ClientRequest(
+        query=query, protection=protection, sum_type=sum_type, entries={"query": 1}
+    )
 
 
 def test_a_query_is_what_the_server_asked():
@@ -57,7 +61,11 @@ def answer(question, *, least=0.0):
     policy = NodePolicy(context, allow_seeded_noise=False)
     method = SimpleNamespace(name="m")
     work = SimpleNamespace(method=method, data=NO_DATA)
-    return masked_vector(query, Assignment(work=work, request=question, policy=policy, store=None))
+    client_sum = question.sum_type({}, context, "m")
+    return masked_vector(
+        query,
+        Assignment(work=work, request=question, policy=policy, sum=client_sum, store=None),
+    )
 
 
 @pytest.mark.parametrize(("least", "error"), [(0.6, PermissionError), (0.4, InvalidValue)])
@@ -67,7 +75,7 @@ def test_a_nodes_owner_sets_the_least_noise_of_queries_too(least, error):
 
 
 def test_no_vector_leaves_without_noise_in_cells_and_a_secure_sum():
-    unprotected = request(protection=Unprotected(), **{"secure-sum": {"a": np.zeros(1)}})
+    unprotected = request(protection=Unprotected(), sum_type=MaskedMember)
     for question in (request(), unprotected):
         with pytest.raises(
             InvalidValue, match="a query without a secure sum, or without the protection"

@@ -13,8 +13,7 @@ from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
 from flower_ext.errors import ProtocolError
 from flower_ext.federation import records
 from flower_ext.federation.state.memory import ClientVault
-from flower_ext.federation.sums import masked_member
-from flower_ext.federation.sums.masked import BEGIN, KEYS, UNMASK
+from flower_ext.federation.sums.masked import BEGIN, KEYS, MASKED_SUM, UNMASK, MaskedMember
 from flower_ext.privacy import (
     Ledger,
 )
@@ -69,7 +68,7 @@ def test_clients_that_were_lost_take_part_in_the_next_round():
     strategy = strategy_of()
     grid, _ = run(strategy, Losing, rounds=2, answers=[(0, KEYS)])
     rounds = {
-        Invitation.from_bytes(m.content[records.SECURE_SUM][BEGIN].numpy().tobytes()).context
+        Invitation.from_bytes(m.content[MASKED_SUM][BEGIN].numpy().tobytes()).context
         for m in grid.sent
         if stage_of(m) == BEGIN
     }
@@ -153,8 +152,8 @@ def _mask_at_once(folder, question, value, both_loaded, outcomes):
     context = Context(run_id=7, node_id=3, node_config=facts, state=RecordDict(), run_config={})
     try:
         cells = ClipAndNoise(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16)
-        sums = {records.SECURE_SUM: question}
-        masked_member.seal({"w": np.full(50, value, np.int64)}, cells, sums, context, "one")
+        member = MaskedMember(question, context, "one")
+        member.seal({"w": np.full(50, value, np.int64)}, cells)
         outcomes.put("masked")
     except ProtocolError as error:
         outcomes.put(str(error))
@@ -256,10 +255,10 @@ class Garbling(Recorder):
         messages = [copied(message) for message in messages]
         for message in messages:
             if message.metadata.dst_node_id == 1_003 and stage_of(message) in self.stage:
-                question = records.to_arrays(message.content[records.SECURE_SUM])
+                question = records.to_arrays(message.content[MASKED_SUM])
                 (garble,) = self.garble
                 changed = {name: garble(array) for name, array in question.items()}
-                message.content[records.SECURE_SUM] = records.to_record(changed)
+                message.content[MASKED_SUM] = records.to_record(changed)
         return super().send_and_receive(messages, timeout=timeout)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederationNotReady, InProcessGrid, records
-from flower_ext.federation.sums.masked_member import check_limits, identities_of
+from flower_ext.federation.sums.masked import check_limits, identities_of
 from flower_ext.privacy import AdversaryView, SecureScores, SecureSum
 from flower_ext.secure.aggregation.context import RoundContext
 from tests.support.identities import write_identities

@@ -13,7 +13,7 @@ from flower_ext.federation import client_app, records
 from flower_ext.federation._flower_private import message_like
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums import weighted_silo
-from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTS
+from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTED_SUM, WEIGHTS
 from flower_ext.federation.sums.weighted_silo import HiddenSum, counts_of
 from flower_ext.secure.weighting.paillier_settings import PaillierSum
 from tests.support.private_silos import fresh_context, make, start
@@ -37,7 +37,7 @@ def first_step():
     (message,) = (
         m
         for m in grid.sent
-        if m.metadata.dst_node_id == 1_001 and "begin" in m.content.get(records.WEIGHTED_SUM, {})
+        if m.metadata.dst_node_id == 1_001 and "begin" in m.content.get(WEIGHTED_SUM, {})
     )
     return message
 
@@ -76,7 +76,7 @@ def test_only_methods_that_open_their_part_take_part_in_the_set_up(method, first
     ],
 )
 def test_a_silo_names_what_is_wrong_with_a_message(arrays, message, first_step):
-    content = RecordDict({records.WEIGHTED_SUM: records.to_record(arrays)})
+    content = RecordDict({WEIGHTED_SUM: records.to_record(arrays)})
     reply, stored = reply_of(UldpAvg, first_step, content)
     assert message in reply.error.reason
     assert stored is None
