@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from flwr.app import ArrayRecord, Context, Message
 
@@ -27,9 +27,6 @@ from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundMechan
 from flower_ext.privacy.mechanisms.updates import NamedArrays, as_float64, in_float64, l2_norm
 from flower_ext.privacy.run_summary import MethodTraits, SumTerms
 from flower_ext.training import Params
-
-if TYPE_CHECKING:
-    from flower_ext.federation.sums.weighted_silo import HiddenSum
 
 _ROUNDING = 1.0001
 """Factor on the largest norm of an upload. It allows for the rounding of uploads to single
@@ -271,13 +268,8 @@ class ClientSum:
             f"{type(self).__name__} answers no questions: expected a request to contribute"
         )
 
-    def hidden_sum(
-        self, training_round: int, like: Params, users: int, bound: float
-    ) -> HiddenSum | None:
-        """Begin a sum over users that only leaves the client encrypted; None by default.
-
-        The arguments are those of `HiddenSum`.
-        """
+    def hidden_sum(self, training_round: int, like: Params, users: int, bound: float) -> Any:
+        """Begin a `HiddenSum` over users, which has these arguments; return None by default."""
         return None
 
     def seal(self, update: NamedArrays, protection: Protection) -> Arrays:
