@@ -26,7 +26,7 @@ from flower_ext.federation.client.client_method import ClientMethod
 from flower_ext.federation.client.client_side import ClientSide
 from flower_ext.federation.failures import CLIENT_APP_RAISED, REASON_WITHHELD, failed
 from flower_ext.federation.packing import answer_packed, is_packed
-from flower_ext.federation.records import Update, UploadReply
+from flower_ext.federation.records import SUM, Update, UploadReply
 from flower_ext.federation.roster import IDENTITY, identity
 from flower_ext.federation.sums.masked import MaskedMember
 from flower_ext.federation.sums.summation import ClientSum
@@ -123,12 +123,19 @@ def client_app(
     sums : Sequence[type[ClientSum]]
         Clients' ends of sums in which clients take part, in addition to plain, masked and weighted
         sums.
+
+    Raises
+    ------
+    InvalidValue
+        The name of a sum does not begin with `records.SUM`.
     """
     app = CohortApp()
     kinds: dict[str, type[VectorQuery]] = {"scores": SecureScores}
     kinds |= {kind.name: kind for kind in queries}
     usual: list[type[ClientSum]] = [MaskedMember, WeightedSilo]
     client_sums = {kind.name: kind for kind in [*usual, *sums]}
+    if wrong := [name for name in client_sums if not name.startswith(SUM)]:
+        raise InvalidValue(f"name={wrong[0]!r} of a ClientSum: expected {SUM!r} and a word")
 
     def identities(
         messages: Sequence[Message], contexts: Sequence[Context], **_: object

@@ -58,6 +58,11 @@ def test_a_message_for_several_sums_or_an_unknown_one_is_refused():
             sum_of(RecordDict(dict.fromkeys(names, record)), known)
 
 
+def test_a_sum_without_a_name_in_messages_is_refused():
+    with pytest.raises(InvalidValue, match=r"name='' of a ClientSum: expected 'sum\.' and a word"):
+        DPFedAvg.client_app(task(), sums=[ClientSum])
+
+
 FLIPPED_SUM = records.SUM + "flipped"
 
 
