@@ -176,10 +176,10 @@ class Requests:
         waiting, missing = set(self.by_partition), set(self.by_partition)
         due, early, refused = deque(sorted(waiting)), dict[int, T](), set[int]()
         for reply in replies:
-            number, size = number + 1, size + records.payload_bytes([reply])
-            partition = clients.partition_of(reply)
+            number, partition = number + 1, clients.partition_of(reply)
             # Refuse a reply that provokes any error, so that a hostile client cannot end the run.
             try:
+                size += records.payload_bytes([reply])
                 if partition in waiting:
                     fault = origin_fault(reply, self.by_partition[partition])
                 elif reply.has_error():  # the SuperLink answers in place of a node

@@ -133,12 +133,13 @@ class FederatedStrategy(Strategy):
         method.check(plan)
         mechanism = method.mechanism(plan)
         is_masked = isinstance(mechanism, NoisedSum) and mechanism.masked is not None
-        usual_sum = MaskedSum if is_masked else PlainSum
-        summation = (sum or usual_sum)(mechanism)
-        if isinstance(summation, MaskedSum | PlainSum) and not isinstance(summation, usual_sum):
+        summation = (sum or (MaskedSum if is_masked else PlainSum))(mechanism)
+        # The guarantees of a plan with a SecureSum describe masked sums.
+        if isinstance(summation, MaskedSum) != is_masked:
             raise InvalidValue(
-                f"sum={type(summation).__name__} with {type(plan).__name__}: expected no sum=, "
-                "because uploads are masked exactly if noise_placement is a SecureSum(…)"
+                f"sum={type(summation).__name__} with {type(plan).__name__}: expected no sum=, or "
+                "another noise_placement, because uploads are masked exactly if noise_placement is "
+                "a SecureSum(…)"
             )
         if method.needs_metrics and not mechanism.tells_sizes:
             raise InvalidValue(

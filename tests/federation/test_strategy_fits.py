@@ -11,7 +11,7 @@ from flower_ext.algorithms.uldp import UldpAvg, weighted_sum
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.sums.masked import MaskedSum
-from flower_ext.federation.sums.summation import PlainSum
+from flower_ext.federation.sums.summation import PlainSum, Summation
 from flower_ext.privacy import (
     AdaptiveClipping,
     CorrelatedNoise,
@@ -60,17 +60,32 @@ PLANS = {
         clipping_norm=AdaptiveClipping(initial_norm=1.0), **MASKED
     ),
 }
-SUMS = {"plain": PlainSum, "masked": MaskedSum, "weighted": weighted_sum()}
+
+
+class SumOfAUser(Summation):
+    """A sum that is neither plain, masked nor weighted."""
+
+    def open(self, opening):
+        raise NotImplementedError
+
+
+SUMS = {
+    "plain": PlainSum,
+    "a user's": SumOfAUser,
+    "masked": MaskedSum,
+    "weighted": weighted_sum(),
+}
 SECURE = {(name, "masked") for name in PLANS if "secure sums" in name}
 FIT = {
     "clients": (
         DPFedAvg(),
-        SECURE | {(name, "plain") for name in PLANS if "secure sums" not in name},
+        SECURE | {(p, s) for p in PLANS if "secure sums" not in p for s in ("plain", "a user's")},
     ),
     "users": (
         UldpAvg(num_silos=CLIENTS, weighting="by-records"),
         SECURE
         | {("noise by clients", "plain"), ("an adaptive norm", "plain")}
+        | {("noise by clients", "a user's"), ("an adaptive norm", "a user's")}
         | {("noise by clients", "weighted")},
     ),
 }

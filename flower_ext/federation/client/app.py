@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
+from typing import TypeVar
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -36,6 +37,7 @@ from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.training import MEMORY_LIMIT, Task
 from flower_ext.training.isolation import isolated
 
+K = TypeVar("K", VectorQuery, ClientSum)
 Answer = RecordDict | Update | Exception
 """One client's answer in a list of several clients' answers."""
 
@@ -127,14 +129,13 @@ def client_app(
     Raises
     ------
     InvalidValue
-        The name of a sum does not begin with `records.SUM`.
+        A query or a sum is no class of its kind, or has the name of another one; or the name of a
+        sum does not begin with `records.SUM`.
     """
     app = CohortApp()
-    kinds: dict[str, type[VectorQuery]] = {"scores": SecureScores}
-    kinds |= {kind.name: kind for kind in queries}
-    usual: list[type[ClientSum]] = [MaskedMember, WeightedSilo]
-    client_sums = {kind.name: kind for kind in [*usual, *sums]}
-    if wrong := [name for name in client_sums if not name.startswith(SUM)]:
+    named_queries = _by_name(VectorQuery, [SecureScores, *queries])
+    named_sums = _by_name(ClientSum, [MaskedMember, WeightedSilo, *sums])
+    if wrong := [name for name in named_sums if not name.startswith(SUM)]:
         raise InvalidValue(f"name={wrong[0]!r} of a ClientSum: expected {SUM!r} and a word")
 
     def identities(
@@ -146,7 +147,7 @@ def client_app(
     app.query("identity")(partial(_answer_alone, identities))
     for method in methods:
         side = app.sides[method.name] = ClientSide(
-            method, task, allow_seeded_noise, kinds, client_sums
+            method, task, allow_seeded_noise, named_queries, named_sums
         )
         app.cohort_answers[f"train.{method.name}"] = side.train
         app.cohort_answers[f"evaluate.{method.name}"] = side.score
@@ -154,6 +155,19 @@ def client_app(
         app.evaluate(method.name)(partial(_answer_alone, side.score))
         app.query(method.name)(side.answer)
     return app
+
+
+def _by_name(base: type[object], kinds: Sequence[type[K]]) -> dict[str, type[K]]:
+    by_name: dict[str, type[K]] = {}
+    for kind in kinds:
+        if not (isinstance(kind, type) and issubclass(kind, base)):
+            raise InvalidValue(f"{kind!r}: expected a subclass of {base.__name__}")
+        if (other := by_name.setdefault(kind.name, kind)) is not kind:
+            raise InvalidValue(
+                f"name={kind.name!r} of {kind.__name__}: expected a name that {other.__name__} "
+                "does not have"
+            )
+    return by_name
 
 
 def _answer_alone(

@@ -236,7 +236,8 @@ class ClientSum:
     name: ClassVar[str] = ""
     """Name of the sum's record in the server's messages. It begins with `records.SUM`."""
     is_secure: ClassVar[bool] = False
-    """True if the sum hides contributions so well that ``require-secure-sum`` permits it."""
+    """True if a node with ``require-secure-sum`` takes part. The server must then see no single
+    contribution, and the class must keep the other limits of the node's owner (`NodePolicy`)."""
     brings_weights: ClassVar[bool] = False
     """True if the sum weights the contributions of users (see `Summation`)."""
 

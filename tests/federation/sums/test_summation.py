@@ -58,9 +58,24 @@ def test_a_message_for_several_sums_or_an_unknown_one_is_refused():
             sum_of(RecordDict(dict.fromkeys(names, record)), known)
 
 
-def test_a_sum_without_a_name_in_messages_is_refused():
-    with pytest.raises(InvalidValue, match=r"name='' of a ClientSum: expected 'sum\.' and a word"):
-        DPFedAvg.client_app(task(), sums=[ClientSum])
+class Replacing(ClientSum):
+    """A client's end with the name of the masked sum's."""
+
+    name = MASKED_SUM
+
+
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [
+        (ClientSum, r"name='' of a ClientSum: expected 'sum\.' and a word"),
+        (Replacing, "of Replacing: expected a name that MaskedMember does not have"),
+        (PlainSum, "PlainSum'>: expected a subclass of ClientSum"),
+        (MaskedMember({}, CONTEXT, "m"), "expected a subclass of ClientSum"),
+    ],
+)
+def test_each_sum_has_its_name_in_messages(end, error):
+    with pytest.raises(InvalidValue, match=error):
+        DPFedAvg.client_app(task(), sums=[end])
 
 
 FLIPPED_SUM = records.SUM + "flipped"
@@ -113,6 +128,18 @@ def test_both_ends_of_a_sum_are_exchangeable():
     assert not np.array_equal(expected["weight"], records.to_arrays(initial())["weight"])
     for name, array in expected.items():
         np.testing.assert_array_equal(model[name], array)
+
+
+class TextClient(FlippedClient):
+    """A faulty end, which sends no arrays."""
+
+    def seal(self, update, protection):
+        return {"weight": "text"}
+
+
+def test_an_upload_without_arrays_is_refused():
+    with pytest.raises(FederationNotReady, match="no client ever sent a usable reply"):
+        model_after([TextClient], sum=FlippedSum)
 
 
 def test_a_client_without_its_end_of_a_sum_says_what_to_change():
