@@ -40,6 +40,7 @@ from flower_ext.training.isolation import isolated
 K = TypeVar("K", VectorQuery, ClientSum)
 Answer = RecordDict | Update | Exception
 """One client's answer in a list of several clients' answers."""
+_USUAL_SUMS: Sequence[type[ClientSum]] = (MaskedMember, WeightedSilo)
 
 
 class CohortApp(ClientApp):
@@ -134,7 +135,7 @@ def client_app(
     """
     app = CohortApp()
     named_queries = _by_name(VectorQuery, [SecureScores, *queries])
-    named_sums = _by_name(ClientSum, [MaskedMember, WeightedSilo, *sums])
+    named_sums = _by_name(ClientSum, [*_USUAL_SUMS, *sums])
     if wrong := [name for name in named_sums if not name.startswith(SUM)]:
         raise InvalidValue(f"name={wrong[0]!r} of a ClientSum: expected {SUM!r} and a word")
 
