@@ -18,13 +18,32 @@ from flower_ext.errors import InvalidValue
 
 
 def is_number(value: object) -> bool:
-    """Return True for a real number of Python or NumPy; False for a bool."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    """Return True for a real number of Python or NumPy.
+
+    Return False for a bool, and for an integer that is too large for a float.
+    """
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def is_integer(value: object) -> bool:
-    """Return True for a value of an integer type; False for 2.0 and for a bool."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    """Return True for a number of an integer type; False for 2.0 and for a bool."""
+    return isinstance(value, Integral) and is_number(value)
+
+
+def plain_number(value: Any) -> Any:
+    """Return a number as an ``int`` or a ``float``, and every other value unchanged.
+
+    Arithmetic with NumPy's shorter numbers rounds to their precision, which may lower ε.
+    """
+    if type(value) in (int, float) or not is_number(value):
+        return value
+    return int(value) if is_integer(value) else float(value)
 
 
 @dataclass(frozen=True)
@@ -42,6 +61,7 @@ class Rule:
 
 _POSITIVE = Rule("a finite number > 0", lambda x: is_number(x) and 0 < x < math.inf)
 _ABOVE_ZERO = Rule("a number > 0", lambda x: is_number(x) and x > 0)
+_SCALE = Rule("a number from 1e-30 to 1e30", lambda x: is_number(x) and 1e-30 <= float(x) <= 1e30)
 _NOT_NEGATIVE = Rule("a finite number >= 0", lambda x: is_number(x) and 0 <= x < math.inf)
 _FRACTION = Rule("a number in (0, 1]", lambda x: is_number(x) and 0 < x <= 1)
 _FRACTION_OR_ZERO = Rule("a number in [0, 1]", lambda x: is_number(x) and 0 <= x <= 1)
@@ -52,6 +72,8 @@ _SEVERAL = Rule("an integer >= 2", lambda x: is_integer(x) and x >= 2)
 _COUNT_OR_ZERO = Rule("an integer >= 0", lambda x: is_integer(x) and x >= 0)
 
 Positive = Annotated[float, _POSITIVE]
+Scale = Annotated[float, _SCALE]
+"""A bound or standard deviation whose products and squares a float can hold."""
 AboveZero = Annotated[float, _ABOVE_ZERO]
 """A number above 0, which may be infinite."""
 NotNegative = Annotated[float, _NOT_NEGATIVE]
@@ -64,6 +86,7 @@ Several = Annotated[int, _SEVERAL]
 CountOrZero = Annotated[int, _COUNT_OR_ZERO]
 
 require_positive = _POSITIVE.check
+require_scale = _SCALE.check
 require_not_negative = _NOT_NEGATIVE.check
 require_rate = _FRACTION.check
 require_at_least_one = _COUNT.check
@@ -89,7 +112,7 @@ class Checked:
     """Base class of dataclasses that check the value of each field when they are made.
 
     The type of a field, such as `Positive` or a ``Literal`` of strings, says which values it
-    accepts.
+    accepts. A number of another type, such as NumPy's, becomes an ``int`` or a ``float``.
     """
 
     def __post_init__(self) -> None:
@@ -98,6 +121,7 @@ class Checked:
             value = getattr(self, name)
             if value is not None or not may_be_none:
                 rule.check(name, value)
+            object.__setattr__(self, name, plain_number(value))
 
 
 @cache

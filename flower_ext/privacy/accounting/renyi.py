@@ -38,15 +38,26 @@ _MARGIN = 1e-9
 
 def renyi_loss(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLoss:
     """Return RDP's bound on ε, at the order with the smallest bound."""
-    from dp_accounting import rdp
-
     curve = np.zeros(len(RDP_ORDERS))
     for release, count in counts:
         curve += count * sampled_gaussian_renyi(
             release.relative_noise, release.poisson_rate, RDP_ORDERS
         )
-    epsilon = float(rdp.compute_epsilon(RDP_ORDERS, curve, delta)[0])
+    epsilon, _ = _least_epsilon(RDP_ORDERS, curve, delta)
     return PrivacyLoss(epsilon=epsilon, delta=delta, accountant="RDP")
+
+
+def _least_epsilon(
+    orders: Sequence[float], curve: Iterable[float], delta: float
+) -> tuple[float, float]:
+    """Return the smallest bound on ε of divergences, and the order that has it."""
+    from dp_accounting import rdp
+
+    # dp-accounting returns an ε of 0 for a divergence that is negative or NaN. Only a failed
+    # computation gives such a divergence, so this order bounds nothing.
+    known = [divergence if divergence >= 0 else math.inf for divergence in curve]
+    epsilon, order = rdp.compute_epsilon(orders, known, delta)
+    return float(epsilon), float(order)
 
 
 def without_replacement_loss(counts: Sequence[tuple[Release, int]], delta: float) -> PrivacyLoss:
@@ -54,15 +65,13 @@ def without_replacement_loss(counts: Sequence[tuple[Release, int]], delta: float
 
     The function tries every fourth order, and then all orders near the best of these.
     """
-    from dp_accounting import rdp
 
     def best_of(orders: Sequence[float]) -> tuple[float, float]:
         curve = [
             sum(count * _renyi_without_replacement(release, order) for release, count in counts)
             for order in orders
         ]
-        epsilon, order = rdp.compute_epsilon(orders, curve, delta)
-        return float(epsilon), float(order)
+        return _least_epsilon(orders, curve, delta)
 
     epsilon, order = best_of(_WITHOUT_REPLACEMENT_ORDERS[::4])
     if order in _WITHOUT_REPLACEMENT_ORDERS:  # else ε is 0 or infinite
