@@ -300,6 +300,7 @@ class Run:
             "client_metrics": [*self.client_metrics.items()],
             "remembered": [*self.remembered.items()],
             "refusals": self.clients.refusals,
+            "refused": self.clients.refused,
             "mechanism": self.mechanism.state,
         }
         groups = {
@@ -318,6 +319,7 @@ class Run:
         self.client_metrics = dict(values["client_metrics"])
         self.remembered = dict(values["remembered"])
         self.clients.refusals.extend(values["refusals"])
+        self.clients.refused = values.get("refused", len(self.clients.refusals))
         self.summation.mechanism = self.mechanism.restored(values["mechanism"])
         self.state = State.of_groups(kept.arrays)
         self.companions = groups_under(_WRAPPER, kept.arrays)

@@ -112,6 +112,16 @@ def check_charged(path: Path, run: str, rounds: Mapping[str, int]) -> None:
             )
 
 
+def check_noted(path: Path, run: str) -> None:
+    """Refuse an account that does not name a run that has made rounds."""
+    if not any(entry.get("run") == run for entry in entries_of(path)):
+        raise InvalidValue(
+            f"budget.ledger={str(path)!r} does not name this run: expected the account with which "
+            "the run began, because only this account knows who withdrew; restore the file from a "
+            "copy, or begin a new run"
+        )
+
+
 def entries_of(path: Path) -> list[dict[str, Any]]:
     """Return an account's verified entries; an empty list if there is no file."""
     return Ledger.read(path) if path.exists() else []
