@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, get_args, get_origin
 
 from flower_ext.errors import InvalidValue
 
@@ -32,8 +32,14 @@ def is_number(value: object) -> bool:
 
 
 def is_integer(value: object) -> bool:
-    """Return True for a number of an integer type; False for 2.0 and for a bool."""
-    return isinstance(value, Integral) and is_number(value)
+    """Return True for a value of an integer type; False for 2.0 and for a bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def are_integers(values: object, *, least: int, most: float = math.inf) -> TypeGuard[Sequence[int]]:
+    """Return True for a list or tuple of ``int`` from ``least`` to ``most`` that is not empty."""
+    is_list = isinstance(values, list | tuple) and len(values) > 0
+    return is_list and all(type(each) is int and least <= each <= most for each in values)
 
 
 def plain_number(value: Any) -> Any:
@@ -41,9 +47,9 @@ def plain_number(value: Any) -> Any:
 
     Arithmetic with NumPy's shorter numbers rounds to their precision, which may lower ε.
     """
-    if type(value) in (int, float) or not is_number(value):
-        return value
-    return int(value) if is_integer(value) else float(value)
+    if is_integer(value):
+        return int(value)
+    return float(value) if is_number(value) else value
 
 
 @dataclass(frozen=True)

@@ -138,15 +138,6 @@ def test_no_bound_or_noise_of_a_plan_overflows_later(make, name, value):
         make(**{name: value})
 
 
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [(plan, "rounds"), (FullParticipation, "population"), (budget, "epsilon"), (sizes, "size")],
-)
-def test_an_integer_beyond_every_float_is_refused(make, name):
-    with pytest.raises(InvalidValue, match=f"{name}=1000"):
-        make(**{name: 10**400})
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rates(checks.Checked):
     rate: checks.Fraction
