@@ -18,17 +18,9 @@ from flower_ext.errors import InvalidValue
 
 
 def is_number(value: object) -> bool:
-    """Return True for a real number of Python or NumPy.
-
-    Return False for a bool, and for an integer that is too large for a float.
-    """
-    if not isinstance(value, Real) or isinstance(value, bool):
-        return False
-    try:
-        float(value)
-    except OverflowError:
-        return False
-    return True
+    """Return True for a real number of Python or NumPy that fits a float; False for a bool."""
+    is_huge = isinstance(value, Integral) and abs(int(value)) > sys.float_info.max
+    return isinstance(value, Real) and not isinstance(value, bool) and not is_huge
 
 
 def is_integer(value: object) -> bool:
@@ -40,16 +32,6 @@ def are_integers(values: object, *, least: int, most: float = math.inf) -> TypeG
     """Return True for a list or tuple of ``int`` from ``least`` to ``most`` that is not empty."""
     is_list = isinstance(values, list | tuple) and len(values) > 0
     return is_list and all(type(each) is int and least <= each <= most for each in values)
-
-
-def plain_number(value: Any) -> Any:
-    """Return a number as an ``int`` or a ``float``, and every other value unchanged.
-
-    Arithmetic with NumPy's shorter numbers rounds to their precision, which may lower ε.
-    """
-    if is_integer(value):
-        return int(value)
-    return float(value) if is_number(value) else value
 
 
 @dataclass(frozen=True)
@@ -127,7 +109,10 @@ class Checked:
             value = getattr(self, name)
             if value is not None or not may_be_none:
                 rule.check(name, value)
-            object.__setattr__(self, name, plain_number(value))
+            if is_number(value) and type(value) not in (int, float):
+                # Arithmetic with NumPy's shorter numbers rounds, which may lower ε.
+                plain = int(value) if is_integer(value) else float(value)
+                object.__setattr__(self, name, plain)
 
 
 @cache

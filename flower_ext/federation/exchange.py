@@ -32,7 +32,7 @@ T = TypeVar("T")
 Content = Mapping[str, ArrayRecord | ConfigRecord]
 
 MOST_REASONS = 100
-"""Largest number of refused replies of a run whose reasons a checkpoint holds."""
+"""Largest number of refused replies whose reasons a run keeps."""
 _EXPECTED = (
     "No query function registered with name 'identity'",
     "An exception was raised when processing a message by RayBackend",
@@ -53,7 +53,7 @@ class Clients:
         self.withdrawn_users: Collection[int] = ()
         """Users whose records silos leave out of their answers to questions."""
         self.refusals: list[str] = []
-        """The reasons of the first `MOST_REASONS` refusals."""
+        """The reasons of the first refusals."""
         self.refused = 0
         self.roster = Roster()
         self.grid: Grid | None = None
@@ -122,12 +122,6 @@ class Clients:
         """Send messages of type ``query``, and yield each partition with its well-formed answer."""
         requests = self.request("query", contents, server_round)
         return requests.accepted(self.replies(requests.messages), read)
-
-    def refuse(self, reason: str) -> None:
-        """Count a refused reply; keep its reason if it is among the first `MOST_REASONS`."""
-        self.refused += 1
-        if len(self.refusals) < MOST_REASONS:
-            self.refusals.append(reason)
 
     def ask_all(
         self, contents: Mapping[int, Content], read: Callable[[Message], T]
@@ -201,7 +195,9 @@ class Requests:
             except Exception as error:
                 origin = f"round {self.server_round}, node {records.sender_of(reply)}"
                 refusals.append(f"{origin}: {_reason(error)}"[:LONGEST_REASON])
-                clients.refuse(refusals[-1])
+                clients.refused += 1
+                if len(clients.refusals) < MOST_REASONS:  # checkpoints hold these reasons
+                    clients.refusals.append(refusals[-1])
                 # Higher partitions need not wait for this one, although it may yet answer.
                 refused |= {partition} & waiting
             else:

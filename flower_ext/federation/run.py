@@ -279,7 +279,8 @@ class Run:
 
     def count_abandoned(self, begun: BegunRound) -> None:
         """Count a round that the server began and never finished: clients may have uploaded."""
-        self.population.count_abandoned(begun.units, begun.most_uploads, requests=begun.requests)
+        most_uploads = begun.requests if begun.uploads is None else begun.uploads
+        self.population.count_abandoned(begun.units, most_uploads, requests=begun.requests)
 
     def count_unnoted(self) -> None:
         """Count a round whose noise is on disk but which ``begun.jsonl`` does not record."""

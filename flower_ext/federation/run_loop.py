@@ -26,7 +26,7 @@ from flower_ext.federation.state.checkpoint import FOLDER
 from flower_ext.federation.state.folder import Damaged
 from flower_ext.privacy import BudgetExhausted
 from flower_ext.privacy.mechanisms.updates import require_finite
-from flower_ext.privacy.shared_ledger import check_charged, check_noted
+from flower_ext.privacy.shared_ledger import check_charged
 
 log = getLogger("flwr")
 
@@ -203,8 +203,9 @@ class RunLoop:
             arrays = records.to_record(kept.arrays[MODEL])
             is_unfinished = done < self.num_rounds  # a finished run needs no clients
             run.restore(kept)
-            if budget is not None and budget.ledger is not None and run.participations.rounds:
-                check_noted(budget.ledger, run.checkpoints.run_id)  # before any client is asked
+            if budget is not None and budget.ledger is not None:  # before any client is asked
+                least = {"": min(1, run.participations.rounds)}
+                check_charged(budget.ledger, run.checkpoints.run_id, least)
             # Connect before restoring the sums: each sum keeps the larger privacy cost, of the new
             # set-up or of the checkpoint.
             if is_unfinished:

@@ -398,7 +398,7 @@ def test_a_resumed_run_whose_account_is_lost_asks_nobody(tmp_path, chosen):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(globals(), "Watching", Asked)
-        with pytest.raises(InvalidValue, match="only this account knows who withdrew"):
+        with pytest.raises(InvalidValue, match="has 0 of at least 1 training rounds"):
             run_of(folder, given, plan=chosen, rounds=3)
     assert not asked
 

@@ -47,11 +47,6 @@ class BegunRound:
     requests: int
     uploads: int | None = None
 
-    @property
-    def most_uploads(self) -> int:
-        """``uploads`` if it is known; otherwise ``requests``, the largest number possible."""
-        return self.requests if self.uploads is None else self.uploads
-
 
 class Checkpoints:
     """The checkpoints of one run. Without a run directory, no method writes a file.

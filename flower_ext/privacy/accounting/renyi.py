@@ -38,26 +38,23 @@ _MARGIN = 1e-9
 
 def renyi_loss(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLoss:
     """Return RDP's bound on ε, at the order with the smallest bound."""
+    from dp_accounting import rdp
+
     curve = np.zeros(len(RDP_ORDERS))
     for release, count in counts:
         curve += count * sampled_gaussian_renyi(
             release.relative_noise, release.poisson_rate, RDP_ORDERS
         )
-    epsilon, _ = _least_epsilon(RDP_ORDERS, curve, delta)
+    epsilon = float(rdp.compute_epsilon(RDP_ORDERS, _bounds(curve), delta)[0])
     return PrivacyLoss(epsilon=epsilon, delta=delta, accountant="RDP")
 
 
-def _least_epsilon(
-    orders: Sequence[float], curve: Iterable[float], delta: float
-) -> tuple[float, float]:
-    """Return the smallest bound on ε of divergences, and the order that has it."""
-    from dp_accounting import rdp
+def _bounds(curve: Iterable[float]) -> list[float]:
+    """Return divergences; a negative one or NaN, from a failed computation, becomes infinite.
 
-    # dp-accounting returns an ε of 0 for a divergence that is negative or NaN. Only a failed
-    # computation gives such a divergence, so this order bounds nothing.
-    known = [divergence if divergence >= 0 else math.inf for divergence in curve]
-    epsilon, order = rdp.compute_epsilon(orders, known, delta)
-    return float(epsilon), float(order)
+    dp-accounting would return an ε of 0 for it.
+    """
+    return [divergence if divergence >= 0 else math.inf for divergence in curve]
 
 
 def without_replacement_loss(counts: Sequence[tuple[Release, int]], delta: float) -> PrivacyLoss:
@@ -65,13 +62,15 @@ def without_replacement_loss(counts: Sequence[tuple[Release, int]], delta: float
 
     The function tries every fourth order, and then all orders near the best of these.
     """
+    from dp_accounting import rdp
 
     def best_of(orders: Sequence[float]) -> tuple[float, float]:
         curve = [
             sum(count * _renyi_without_replacement(release, order) for release, count in counts)
             for order in orders
         ]
-        return _least_epsilon(orders, curve, delta)
+        epsilon, order = rdp.compute_epsilon(orders, _bounds(curve), delta)
+        return float(epsilon), float(order)
 
     epsilon, order = best_of(_WITHOUT_REPLACEMENT_ORDERS[::4])
     if order in _WITHOUT_REPLACEMENT_ORDERS:  # else ε is 0 or infinite

@@ -15,7 +15,6 @@ from flower_ext.checks import (
     ProperFraction,
     Scale,
     is_number,
-    plain_number,
     require_at_least_one,
     require_scale,
 )
@@ -64,7 +63,7 @@ class ReleaseTerms(Checked):
             norm.count_noise(self.noise_multiplier, self.sampling.expected_cohort_size)
         else:
             require_scale("clipping_norm", norm)
-            object.__setattr__(self, "clipping_norm", plain_number(norm))
+            object.__setattr__(self, "clipping_norm", float(norm))
         if self.secure_sum is None and self.noise_placement not in ("client", "server"):
             raise InvalidValue(
                 f"noise_placement={self.noise_placement!r}: expected 'client', 'server' or "
