@@ -28,7 +28,7 @@ def is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def are_integers(values: object, *, least: int, most: float = math.inf) -> TypeGuard[Sequence[int]]:
+def are_integers(values: Any, *, least: int, most: float = math.inf) -> TypeGuard[Sequence[int]]:
     """Return True for a list or tuple of ``int`` from ``least`` to ``most`` that is not empty."""
     is_list = isinstance(values, list | tuple) and len(values) > 0
     return is_list and all(type(each) is int and least <= each <= most for each in values)

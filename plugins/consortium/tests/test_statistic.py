@@ -164,6 +164,16 @@ def test_columns_of_tables_and_tensors_have_names():
 
 
 @pytest.mark.parametrize(
+    "kind", [torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.float64]
+)
+def test_a_column_of_every_real_type_has_its_values(kind):
+    column = torch.tensor([0, 1, 1]).to(kind)
+    found = columns_of(Examples({"sex": torch.nn.Parameter(column, False)}, torch.zeros(3).long()))
+    assert found["sex"].tolist() == [0.0, 1.0, 1.0]
+    assert found["sex"].dtype == np.float64
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "at least one"),
