@@ -12,19 +12,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, get_args, get_origin
 
 from flower_ext.errors import InvalidValue
 
 
 def is_number(value: object) -> bool:
-    """Return True for a real number of Python or NumPy; False for a bool."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    """Return True for a real number of Python or NumPy that fits a float; False for a bool."""
+    is_huge = isinstance(value, Integral) and abs(int(value)) > sys.float_info.max
+    return isinstance(value, Real) and not isinstance(value, bool) and not is_huge
 
 
 def is_integer(value: object) -> bool:
     """Return True for a value of an integer type; False for 2.0 and for a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def are_integers(values: Any, *, least: int, most: float = math.inf) -> TypeGuard[Sequence[int]]:
+    """Return True for a list or tuple of ``int`` from ``least`` to ``most`` that is not empty."""
+    is_list = isinstance(values, list | tuple) and len(values) > 0
+    return is_list and all(type(each) is int and least <= each <= most for each in values)
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ class Rule:
 
 _POSITIVE = Rule("a finite number > 0", lambda x: is_number(x) and 0 < x < math.inf)
 _ABOVE_ZERO = Rule("a number > 0", lambda x: is_number(x) and x > 0)
+_SCALE = Rule("a number from 1e-30 to 1e30", lambda x: is_number(x) and 1e-30 <= float(x) <= 1e30)
 _NOT_NEGATIVE = Rule("a finite number >= 0", lambda x: is_number(x) and 0 <= x < math.inf)
 _FRACTION = Rule("a number in (0, 1]", lambda x: is_number(x) and 0 < x <= 1)
 _FRACTION_OR_ZERO = Rule("a number in [0, 1]", lambda x: is_number(x) and 0 <= x <= 1)
@@ -52,6 +60,8 @@ _SEVERAL = Rule("an integer >= 2", lambda x: is_integer(x) and x >= 2)
 _COUNT_OR_ZERO = Rule("an integer >= 0", lambda x: is_integer(x) and x >= 0)
 
 Positive = Annotated[float, _POSITIVE]
+Scale = Annotated[float, _SCALE]
+"""A bound or standard deviation whose products and squares a float can hold."""
 AboveZero = Annotated[float, _ABOVE_ZERO]
 """A number above 0, which may be infinite."""
 NotNegative = Annotated[float, _NOT_NEGATIVE]
@@ -64,6 +74,7 @@ Several = Annotated[int, _SEVERAL]
 CountOrZero = Annotated[int, _COUNT_OR_ZERO]
 
 require_positive = _POSITIVE.check
+require_scale = _SCALE.check
 require_not_negative = _NOT_NEGATIVE.check
 require_rate = _FRACTION.check
 require_at_least_one = _COUNT.check
@@ -89,7 +100,7 @@ class Checked:
     """Base class of dataclasses that check the value of each field when they are made.
 
     The type of a field, such as `Positive` or a ``Literal`` of strings, says which values it
-    accepts.
+    accepts. A number of another type, such as NumPy's, becomes an ``int`` or a ``float``.
     """
 
     def __post_init__(self) -> None:
@@ -98,6 +109,10 @@ class Checked:
             value = getattr(self, name)
             if value is not None or not may_be_none:
                 rule.check(name, value)
+            if is_number(value) and type(value) not in (int, float):
+                # Arithmetic with NumPy's shorter numbers rounds, which may lower ε.
+                plain = int(value) if is_integer(value) else float(value)
+                object.__setattr__(self, name, plain)
 
 
 @cache

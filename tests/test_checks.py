@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from typing import Literal
 
@@ -15,9 +16,14 @@ import flower_ext.federation.configured
 from flower_ext import checks
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import (
+    AdaptiveClipping,
     Budget,
+    ClippedSteps,
+    DpSgd,
     FixedSizeSampling,
     FullParticipation,
+    ObjectivePerturbation,
+    OutputPerturbation,
     PoissonSampling,
     ReleasePlan,
     SecureScores,
@@ -99,6 +105,37 @@ def test_numbers_of_numpy_are_numbers():
     assert plan(rounds=np.int64(3), clipping_norm=np.float32(0.5), delta=np.float64(1e-5))
     checks.require_count("steps", np.uint8(0))
     checks.require_rate("rate", np.int32(1))
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.longdouble, np.int8, Fraction])
+def test_checked_numbers_are_those_of_python(kind):
+    """Arithmetic with a short type would round ε, and overflow."""
+    chosen = plan(clipping_norm=kind(2), noise_multiplier=kind(3), rounds=np.int8(100))
+    values = chosen.clipping_norm, chosen.noise_multiplier, chosen.rounds
+    assert values == (2, 3, 100)
+    assert all(type(value) in (int, float) for value in values)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-300, 1e-31, 1e31, 1e300, 10**400, math.inf])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (plan, "clipping_norm"),
+        (plan, "noise_multiplier"),
+        (scores, "noise_multiplier"),
+        (AdaptiveClipping, "max_norm"),
+        (AdaptiveClipping, "count_noise_stddev"),
+        (partial(OutputPerturbation, clipping_norm=1.0, noise_stddev=1.0), "clipping_norm"),
+        (partial(OutputPerturbation, clipping_norm=1.0, noise_stddev=1.0), "noise_stddev"),
+        (ObjectivePerturbation, "rate"),
+        (partial(ClippedSteps, gradient_clipping_norm=1.0, num_examples=9), "learning_rate"),
+        (partial(ClippedSteps, learning_rate=1.0, num_examples=9), "gradient_clipping_norm"),
+        (partial(DpSgd, sampling_rate=0.1, steps=1), "noise_multiplier"),
+    ],
+)
+def test_no_bound_or_noise_of_a_plan_overflows_later(make, name, value):
+    with pytest.raises(InvalidValue, match=rf"^{name}=.*: expected a number from 1e-30 to 1e30"):
+        make(**{name: value})
 
 
 @dataclass(frozen=True, kw_only=True)

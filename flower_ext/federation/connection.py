@@ -84,10 +84,11 @@ def leave_out_withdrawn(run: Run) -> None:
     again. A silo stays when one of its users withdraws, and leaves the user out of its answers to
     questions.
     """
-    account, clients = run.spending.account, run.clients
+    account, clients, withdrawn = run.spending.account, run.clients, run.spending.withdrawn
     if run.method.traits.num_silos:
-        clients.withdrawn_users = run.spending.withdrawn
-    leaving = run.population.leaving(run.spending.withdrawn)
+        clients.withdrawn_users = withdrawn
+    run.checkpoints.withdrawn = withdrawn
+    leaving = run.population.leaving(withdrawn)
     if not leaving:
         return
     if not clients.roster.known:

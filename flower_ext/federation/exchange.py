@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from logging import getLogger
 from typing import Any, TypeVar
 
@@ -31,6 +31,8 @@ log = getLogger("flwr")
 T = TypeVar("T")
 Content = Mapping[str, ArrayRecord | ConfigRecord]
 
+MOST_REASONS = 100
+"""Largest number of refused replies whose reasons a run keeps."""
 _EXPECTED = (
     "No query function registered with name 'identity'",
     "An exception was raised when processing a message by RayBackend",
@@ -51,6 +53,8 @@ class Clients:
         self.withdrawn_users: Collection[int] = ()
         """Users whose records silos leave out of their answers to questions."""
         self.refusals: list[str] = []
+        """The reasons of the first refusals."""
+        self.refused = 0
         self.roster = Roster()
         self.grid: Grid | None = None
         """The grid for messages outside the rounds."""
@@ -126,16 +130,14 @@ class Clients:
 
         Raise `FederationNotReady` if a node does not answer, or if ``read`` refuses its answer.
         """
-        refused_before = len(self.refusals)
         if users := sorted(self.withdrawn_users):
             record = {records.WITHDRAWN: ConfigRecord({"users": users})}
             contents = {partition: {**content, **record} for partition, content in contents.items()}
-        answers = dict(sorted(self.ask(contents, 0, read)))
+        requests = self.request("query", contents, 0)
+        answers = dict(sorted(requests.accepted(self.replies(requests.messages), read)))
         if missing := sorted(set(contents) - set(answers)):
-            raise FederationNotReady(
-                f"partitions {missing} cannot take part: "
-                + ("; ".join(self.refusals[refused_before:]) or "no answer")
-            )
+            reasons = "; ".join(requests.refusals) or "no answer"
+            raise FederationNotReady(f"partitions {missing} cannot take part: {reasons}")
         return answers
 
     def replies(self, messages: Iterable[Message]) -> Iterable[Message]:
@@ -156,6 +158,7 @@ class Requests:
     kind: str
     server_round: int
     by_partition: Mapping[int, Message]
+    refusals: list[str] = field(default_factory=list)
 
     @property
     def messages(self) -> list[Message]:
@@ -172,7 +175,7 @@ class Requests:
         as long as these may still arrive. The function keeps no reply that it has yielded, so the
         replies of a thousand clients need not fit into memory.
         """
-        clients, refusals, number, size = self.clients, list[str](), 0, 0
+        clients, refusals, number, size = self.clients, self.refusals, 0, 0
         waiting, missing = set(self.by_partition), set(self.by_partition)
         due, early, refused = deque(sorted(waiting)), dict[int, T](), set[int]()
         for reply in replies:
@@ -192,7 +195,9 @@ class Requests:
             except Exception as error:
                 origin = f"round {self.server_round}, node {records.sender_of(reply)}"
                 refusals.append(f"{origin}: {_reason(error)}"[:LONGEST_REASON])
-                clients.refusals.append(refusals[-1])
+                clients.refused += 1
+                if len(clients.refusals) < MOST_REASONS:  # checkpoints hold these reasons
+                    clients.refusals.append(refusals[-1])
                 # Higher partitions need not wait for this one, although it may yet answer.
                 refused |= {partition} & waiting
             else:

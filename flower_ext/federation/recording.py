@@ -207,7 +207,7 @@ def record(
         }
     )
     status: Status = "budget-exhausted" if run.stopped else "completed"
-    directory.finish(status, run.stopped, refused=len(base.refusals))
+    directory.finish(status, run.stopped, refused=run.clients.refused)
     return result
 
 

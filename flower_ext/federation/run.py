@@ -279,7 +279,8 @@ class Run:
 
     def count_abandoned(self, begun: BegunRound) -> None:
         """Count a round that the server began and never finished: clients may have uploaded."""
-        self.population.count_abandoned(begun.units, begun.most_uploads, requests=begun.requests)
+        most_uploads = begun.requests if begun.uploads is None else begun.uploads
+        self.population.count_abandoned(begun.units, most_uploads, requests=begun.requests)
 
     def count_unnoted(self) -> None:
         """Count a round whose noise is on disk but which ``begun.jsonl`` does not record."""
@@ -300,6 +301,7 @@ class Run:
             "client_metrics": [*self.client_metrics.items()],
             "remembered": [*self.remembered.items()],
             "refusals": self.clients.refusals,
+            "refused": self.clients.refused,
             "mechanism": self.mechanism.state,
         }
         groups = {
@@ -318,6 +320,7 @@ class Run:
         self.client_metrics = dict(values["client_metrics"])
         self.remembered = dict(values["remembered"])
         self.clients.refusals.extend(values["refusals"])
+        self.clients.refused = values.get("refused", len(self.clients.refusals))
         self.summation.mechanism = self.mechanism.restored(values["mechanism"])
         self.state = State.of_groups(kept.arrays)
         self.companions = groups_under(_WRAPPER, kept.arrays)

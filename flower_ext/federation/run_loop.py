@@ -130,10 +130,10 @@ class RunLoop:
         As long as the server has refused fewer than ``least`` replies, the run continues, so that a
         few clients alone cannot end it early.
         """
-        refusals = self.run.clients.refusals
-        if len(refusals) >= least and not (done or self.run.ever_answered):
+        clients = self.run.clients
+        if clients.refused >= least and not (done or self.run.ever_answered):
             raise FederationNotReady(
-                f"no client ever sent a usable reply; the first refusal: {refusals[0]}"
+                f"no client ever sent a usable reply; the first refusal: {clients.refusals[0]}"
             )
 
     def _evaluate(self, server_round: int) -> bool:
@@ -187,7 +187,7 @@ class RunLoop:
 
     def _resume(self, initial: ArrayRecord) -> tuple[ArrayRecord, int]:
         """Return the model from which to continue, and the number of rounds that are finished."""
-        run, directory = self.run, self.run.directory
+        run, directory, budget = self.run, self.run.directory, self.run.spending.budget
         if directory is None:
             return initial, 0
         kept = run.checkpoints.newest() if directory.resumed else None
@@ -203,6 +203,9 @@ class RunLoop:
             arrays = records.to_record(kept.arrays[MODEL])
             is_unfinished = done < self.num_rounds  # a finished run needs no clients
             run.restore(kept)
+            if budget is not None and budget.ledger is not None:  # before any client is asked
+                least = {"": min(1, run.participations.rounds)}
+                check_charged(budget.ledger, run.checkpoints.run_id, least)
             # Connect before restoring the sums: each sum keeps the larger privacy cost, of the new
             # set-up or of the checkpoint.
             if is_unfinished:
@@ -228,8 +231,7 @@ class RunLoop:
                 f"{directory.path / FOLDER} counts {rounds} training rounds, and metrics.jsonl has "
                 f"{made}: expected the newest files; restore them, or begin a new run"
             )
-        budget, is_private = run.spending.budget, run.mechanism.delta is not None
-        if budget is not None and budget.ledger is not None and is_private:
+        if budget is not None and budget.ledger is not None and run.mechanism.delta is not None:
             check_charged(budget.ledger, run.checkpoints.run_id, {"": rounds, **answers})
         save_guarantees(run)
         # A ledger that lacks a release was cut off or exchanged, and would show too much budget

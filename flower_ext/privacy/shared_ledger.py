@@ -18,7 +18,7 @@ from typing import Any
 
 from flower_ext.errors import InvalidValue
 from flower_ext.json_record import NOT_WRITTEN, JsonRecord
-from flower_ext.privacy.account_entries import CHARGE, CLAIMS, DISCLOSURE, REPEAT
+from flower_ext.privacy.account_entries import CHARGE, CLAIMS, DISCLOSURE, REPEAT, WITHOUT_NOISE
 from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.guarantee import Guarantee, epsilon_text
 from flower_ext.privacy.ledger import Budget, BudgetExhausted, Ledger, LedgerFile
@@ -95,20 +95,21 @@ def check_charged(path: Path, run: str, rounds: Mapping[str, int]) -> None:
     """Refuse an account that lacks some of the rounds that a run has made.
 
     ``rounds`` has the number of the run's answers to each query, by its name. Training rounds have
-    the empty name.
+    the empty name. All rounds of a run without noise have a single note.
     """
     charges = Counter(
-        entry["query"]
+        entry.get("query", "")
         for entry in entries_of(path)
-        if entry["kind"] == CHARGE and entry["run"] == run
+        if entry.get("run") == run
+        and (entry["kind"] == CHARGE or entry.get("what") == WITHOUT_NOISE)
     )
     for query, count in rounds.items():
         if charges[query] < count:
             what = f"answers to {query}" if query else "training rounds"
             raise InvalidValue(
-                f"budget.ledger={str(path)!r} has {charges[query]} of the {count} {what} that this "
-                "run has made: expected the account with which the run began, because the budget "
-                "would not count the others; restore the file from a copy, or begin a new run"
+                f"budget.ledger={str(path)!r} has {charges[query]} of at least {count} {what} that "
+                "this run has made: expected the account with which the run began, which knows who "
+                "withdrew and what was spent; restore the file from a copy, or begin a new run"
             )
 
 

@@ -254,7 +254,7 @@ def test_a_run_that_an_account_lacks_does_not_join_it(tmp_path):
     """The account would count the later rounds alone, and leave too much of the budget."""
     budget = Budget(epsilon=9.0, delta=0.01, ledger=tmp_path / "account.jsonl")
     play(tmp_path / "run", rounds=2)
-    with pytest.raises(InvalidValue, match="has 0 of the 2 training rounds"):
+    with pytest.raises(InvalidValue, match="has 0 of at least 1 training rounds"):
         play(tmp_path / "run", rounds=3, budget=budget)
     assert not budget.ledger.exists()
     play(tmp_path / "charged", rounds=2, budget=budget, dies_in=2)
@@ -263,7 +263,7 @@ def test_a_run_that_an_account_lacks_does_not_join_it(tmp_path):
     total = total_spent(Ledger.read(budget.ledger), 0.01)
     assert total == pytest.approx(strategy.guarantees()[1].epsilon)
     budget.ledger.unlink()
-    with pytest.raises(InvalidValue, match="has 0 of the 4 training rounds"):
+    with pytest.raises(InvalidValue, match="has 0 of at least 1 training rounds"):
         play(tmp_path / "charged", rounds=4, budget=budget)
 
 

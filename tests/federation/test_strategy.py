@@ -834,6 +834,15 @@ def test_a_run_that_once_had_an_answer_continues_despite_refusals(tmp_path, roun
     play(1, refusing=[1_000])
     again = play(rounds, refusing=range(1_000, 1_000 + CLIENTS))
     assert len(again.refusals) == 1 + (CLIENTS if rounds == 2 else 0)
+    # All refusals count, but no checkpoint grows with each of them.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "MOST_REASONS", len(again.refusals) + 1)
+        for more in (1, 2):
+            last = play(rounds + more, refusing=range(1_000, 1_000 + CLIENTS))
+            assert len(last.refusals) == len(again.refusals) + 1
+            assert last.run.clients.refused == len(again.refusals) + CLIENTS * more
+    stored = last.run.checkpoints.newest().values
+    assert stored["refusals"] == last.refusals
 
 
 def test_a_method_sees_no_single_update_under_a_release_plan():

@@ -14,12 +14,15 @@ from flwr.clientapp import ClientApp
 from flower_ext.algorithms import Apple, DPFedAvg, FedAMP, FedPer, UldpAvg
 from flower_ext.algorithms.uldp import UldpGroup, UldpNaive
 from flower_ext.data import ClientData, SiloData
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     FederatedStrategy,
     FederationNotReady,
     InProcessGrid,
     client_level_dp_mod,
 )
+from flower_ext.federation.method_state import State
+from flower_ext.federation.state.folder import deserialised
 from flower_ext.privacy import (
     Budget,
     FixedSizeSampling,
@@ -353,6 +356,51 @@ def test_uploads_of_a_withdrawn_client_influence_no_later_message(tmp_path, meth
         received.append([array.numpy() for group in groups for array in group.values()])
     for one, other in zip(*received, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("method", [FedAMP, Apple])
+def test_no_checkpoint_keeps_the_upload_of_a_client_that_withdrew(tmp_path, method):
+    given, folder = budget(tmp_path), tmp_path / "a"
+    chosen = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
+    how = {"plan": chosen, "method": method, "state": tmp_path / "nodes"}
+
+    def uploads():
+        files = sorted((folder / "checkpoints").glob("*.checkpoint"))
+        states = [State.of_groups(deserialised(file.read_bytes()).arrays) for file in files]
+        groups = [
+            {name.removeprefix("uploaded."): arrays for name, arrays in state.server.items()}
+            for state in states
+        ]
+        arrays = [group.get(str(LEAVING), {}) for group in groups]
+        return {a.tobytes() for each in arrays for a in each.values()}
+
+    run_of(folder, given, **how, rounds=2)
+    before = uploads()
+    withdraw(given.ledger, PrivacyUnit.CLIENT, [LEAVING])
+    run_of(folder, given, **how, rounds=3)
+    assert before
+    assert not before & uploads()
+    run_of(folder, given, **how, rounds=5)  # later, each checkpoint keeps the one before
+    assert len([*(folder / "checkpoints").glob("*.checkpoint")]) == 2
+
+
+@pytest.mark.parametrize("chosen", [PLANS[0], PLANS[-1]])
+def test_a_resumed_run_whose_account_is_lost_asks_nobody(tmp_path, chosen):
+    given, folder, asked = budget(tmp_path), tmp_path / "a", []
+    run_of(folder, given, plan=chosen)
+    withdraw(given.ledger, PrivacyUnit.CLIENT, [LEAVING])
+    given.ledger.unlink()
+
+    class Asked(Watching):
+        def send_and_receive(self, messages, **how):
+            asked.append(messages)
+            return super().send_and_receive(messages, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "Watching", Asked)
+        with pytest.raises(InvalidValue, match="has 0 of at least 1 training rounds"):
+            run_of(folder, given, plan=chosen, rounds=3)
+    assert not asked
 
 
 @pytest.mark.parametrize("missing", [(), (0,)], ids=["late", "never"])

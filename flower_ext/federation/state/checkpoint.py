@@ -47,11 +47,6 @@ class BegunRound:
     requests: int
     uploads: int | None = None
 
-    @property
-    def most_uploads(self) -> int:
-        """``uploads`` if it is known; otherwise ``requests``, the largest number possible."""
-        return self.requests if self.uploads is None else self.uploads
-
 
 class Checkpoints:
     """The checkpoints of one run. Without a run directory, no method writes a file.
@@ -66,6 +61,9 @@ class Checkpoints:
         self.run_id = (directory.id if directory is not None else "") or uuid4().hex
         self.open: BegunRound | None = None
         """The round that began and whose uploads are not counted yet; None if there is none."""
+        self.withdrawn = frozenset[int]()
+        """The units that have withdrawn, whose uploads the next checkpoint does not hold."""
+        self._left_out = frozenset[int]()
 
     def begin(self, begun: BegunRound) -> None:
         """Write to disk which units' data the next training round will use.
@@ -99,7 +97,10 @@ class Checkpoints:
     def save(
         self, server_round: int, values: Mapping[str, Any], groups: Mapping[str, Arrays]
     ) -> None:
-        """Write a checkpoint of the state after a round, and keep the previous checkpoint."""
+        """Write a checkpoint of the state after a round, and keep the previous checkpoint.
+
+        Delete the previous checkpoint if it may hold uploads of a unit that withdrew since.
+        """
         if self.directory is None:
             return
         if not self.repeats and self.directory.metrics_path.exists():
@@ -107,8 +108,10 @@ class Checkpoints:
         folder = self._folder()
         file = folder / f"{server_round}.checkpoint"
         write_whole(file, serialised(values, groups), sync=not self.repeats)
-        for old in self._rounds()[:-_KEPT]:
+        kept = _KEPT if self.withdrawn == self._left_out else 1
+        for old in self._rounds()[:-kept]:
             (folder / f"{old}.checkpoint").unlink()
+        self._left_out = self.withdrawn
 
     def newest(self) -> Stored | None:
         """Read the newest intact checkpoint; return None if there never was one."""

@@ -174,7 +174,7 @@ def with_approximation_error(
 def _loss(counts: Counts, delta: float, accountant: Accountant) -> PrivacyLoss:
     if not counts:
         return PrivacyLoss(epsilon=0.0, delta=delta, accountant=accountant.upper())
-    if any(release.noise_multiplier == 0 for release, _ in counts):
+    if any(release.relative_noise == 0 for release, _ in counts):
         return PrivacyLoss(epsilon=math.inf, delta=delta, accountant=accountant.upper())
     if _chance_drawn(counts) <= delta:
         # If the unit is never drawn, the runs with and without this unit are equal.

@@ -48,6 +48,8 @@ if TYPE_CHECKING:  # importing it takes a second, so only the functions that nee
 
 MOST_NOISE = 1e7
 """Largest relative noise in the accounting. Larger noise would overflow RDP, and counts as 1e7."""
+LEAST_NOISE = 1e-100
+"""Least relative noise in the accounting. Squares of less noise underflow, and it counts as 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +119,8 @@ class Release(Checked, JsonRecord):
     @property
     def relative_noise(self) -> float:
         """Standard deviation of the noise, divided by the largest L2 move that one unit causes."""
-        return min(self.noise_multiplier / self.relation.sensitivity_factor, MOST_NOISE)
+        noise = min(self.noise_multiplier / self.relation.sensitivity_factor, MOST_NOISE)
+        return noise if noise > LEAST_NOISE else 0.0
 
     @property
     def poisson_rate(self) -> float:

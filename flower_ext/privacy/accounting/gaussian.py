@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from flower_ext.checks import require_delta, require_not_negative
-from flower_ext.privacy.accounting.events import PrivacyLoss, Release
+from flower_ext.privacy.accounting.events import LEAST_NOISE, PrivacyLoss, Release
 from flower_ext.privacy.accounting.sampling import FullParticipation
 from flower_ext.privacy.units import NeighboringRelation
 
@@ -40,7 +40,7 @@ def gaussian_loss(relative_noise: float, *, releases: float, delta: float) -> Pr
     require_delta(delta)
     if releases == 0:
         return PrivacyLoss(epsilon=0.0, delta=delta, accountant=EXACT_GAUSSIAN, releases=())
-    relative_noise /= math.sqrt(releases)
+    relative_noise = float(relative_noise) / math.sqrt(releases)
     together = Release(
         sampling=FullParticipation(1),
         noise_multiplier=relative_noise,
@@ -64,7 +64,7 @@ def _one_gaussian(relative_noise: float, delta: float) -> PrivacyLoss:
     import dp_accounting
 
     epsilon = math.inf
-    if relative_noise > 0:
+    if relative_noise > LEAST_NOISE:
         epsilon = float(dp_accounting.get_epsilon_gaussian(relative_noise, delta))
     epsilon *= 1 + 1e-9  # the root finder may stop just below the root
     return PrivacyLoss(epsilon=epsilon, delta=delta, accountant=EXACT_GAUSSIAN)

@@ -20,7 +20,7 @@ from flower_ext.checks import (
     Checked,
     CountOrZero,
     Fraction,
-    Positive,
+    Scale,
     require_at_least_one,
     require_delta,
 )
@@ -48,7 +48,7 @@ class DpSgd(Checked):
         Number of steps in all of these trainings together.
     """
 
-    noise_multiplier: Positive
+    noise_multiplier: Scale
     sampling_rate: Fraction
     steps: CountOrZero
 

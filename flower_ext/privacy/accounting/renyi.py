@@ -45,8 +45,16 @@ def renyi_loss(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLo
         curve += count * sampled_gaussian_renyi(
             release.relative_noise, release.poisson_rate, RDP_ORDERS
         )
-    epsilon = float(rdp.compute_epsilon(RDP_ORDERS, curve, delta)[0])
+    epsilon = float(rdp.compute_epsilon(RDP_ORDERS, _bounds(curve), delta)[0])
     return PrivacyLoss(epsilon=epsilon, delta=delta, accountant="RDP")
+
+
+def _bounds(curve: Iterable[float]) -> list[float]:
+    """Return divergences; a negative one or NaN, from a failed computation, becomes infinite.
+
+    dp-accounting would return an ε of 0 for it.
+    """
+    return [divergence if divergence >= 0 else math.inf for divergence in curve]
 
 
 def without_replacement_loss(counts: Sequence[tuple[Release, int]], delta: float) -> PrivacyLoss:
@@ -61,7 +69,7 @@ def without_replacement_loss(counts: Sequence[tuple[Release, int]], delta: float
             sum(count * _renyi_without_replacement(release, order) for release, count in counts)
             for order in orders
         ]
-        epsilon, order = rdp.compute_epsilon(orders, curve, delta)
+        epsilon, order = rdp.compute_epsilon(orders, _bounds(curve), delta)
         return float(epsilon), float(order)
 
     epsilon, order = best_of(_WITHOUT_REPLACEMENT_ORDERS[::4])

@@ -48,7 +48,7 @@ from typing import Any
 import array_api_compat as api
 import numpy as np
 
-from flower_ext.checks import Checked, Positive, ProperFraction
+from flower_ext.checks import Checked, Positive, ProperFraction, Scale
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.bounds import ClippedSum, clip, clip_each_row
 from flower_ext.privacy.mechanisms.quantization import squared_norms_of_rows
@@ -93,12 +93,12 @@ class AdaptiveClipping(Checked):
         A field is out of range.
     """
 
-    initial_norm: Positive = 0.1
+    initial_norm: Scale = 0.1
     quantile: ProperFraction = 0.5
     learning_rate: Positive = 0.2
-    count_noise_stddev: Positive | None = None
-    min_norm: Positive = 1e-6
-    max_norm: Positive = 1e6
+    count_noise_stddev: Scale | None = None
+    min_norm: Scale = 1e-6
+    max_norm: Scale = 1e6
 
     def __post_init__(self) -> None:
         super().__post_init__()

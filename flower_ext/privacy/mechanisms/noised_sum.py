@@ -12,11 +12,11 @@ from flower_ext.checks import (
     Checked,
     Count,
     NotNegative,
-    Positive,
     ProperFraction,
+    Scale,
     is_number,
     require_at_least_one,
-    require_positive,
+    require_scale,
 )
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
@@ -50,7 +50,7 @@ class ReleaseTerms(Checked):
 
     sampling: Sampling
     clipping_norm: float | AdaptiveClipping
-    noise_multiplier: Positive
+    noise_multiplier: Scale
     rounds: Count
     delta: ProperFraction
     relation: NeighboringRelation | None = None
@@ -62,7 +62,8 @@ class ReleaseTerms(Checked):
         if isinstance(norm := self.clipping_norm, AdaptiveClipping):
             norm.count_noise(self.noise_multiplier, self.sampling.expected_cohort_size)
         else:
-            require_positive("clipping_norm", norm)
+            require_scale("clipping_norm", norm)
+            object.__setattr__(self, "clipping_norm", float(norm))
         if self.secure_sum is None and self.noise_placement not in ("client", "server"):
             raise InvalidValue(
                 f"noise_placement={self.noise_placement!r}: expected 'client', 'server' or "

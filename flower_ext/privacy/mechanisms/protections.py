@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flower_ext.checks import Checked, Positive
+from flower_ext.checks import Checked, Scale
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.adaptive_clipping import rows_with_sides, with_side
 from flower_ext.privacy.mechanisms.bounds import BoundedSum, UnitSum, clip, sum_clipped_rows
@@ -207,8 +207,8 @@ class OutputPerturbation(Checked, _Noised):
     """
 
     bounds_models = True
-    clipping_norm: Positive
-    noise_stddev: Positive
+    clipping_norm: Scale
+    noise_stddev: Scale
     num_examples: int | None = None
 
     def __str__(self) -> str:
@@ -275,7 +275,7 @@ class ObjectivePerturbation(Checked, Protection):
 
     hides_failures = False  # as for `ClipSteps`
     noise_multiplier = None
-    rate: Positive
+    rate: Scale
     least_examples: int = 0
 
     def __str__(self) -> str:

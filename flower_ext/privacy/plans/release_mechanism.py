@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from flower_ext.checks import require_positive
 from flower_ext.privacy.accounting.events import MOST_NOISE, Release
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.accounting.sampling import SpacedSampling
@@ -81,7 +80,6 @@ class AdaptiveRelease(ReleaseMechanism):
     clipping_norm: float = field(init=False)
 
     def __post_init__(self) -> None:
-        require_positive("adaptive_norm", self.adaptive_norm)
         spent_on_count = (self.noise_multiplier / self._count_noise / 2) ** 2
         bound = self.adaptive_norm / math.sqrt(1 - spent_on_count)
         object.__setattr__(self, "clipping_norm", bound)

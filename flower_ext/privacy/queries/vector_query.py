@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from flower_ext.checks import Checked, Count, Positive
+from flower_ext.checks import Checked, Count, Scale
 from flower_ext.errors import InvalidValue
 
 
@@ -56,7 +56,7 @@ class VectorQuery(Checked, ABC):
     """Time of the query: "first" is before the first training round; "in evaluations" is in each
     evaluation, and the answer replaces the scores that clients would report."""
 
-    noise_multiplier: Positive
+    noise_multiplier: Scale
     times: Count = 1
 
     def __post_init__(self) -> None:

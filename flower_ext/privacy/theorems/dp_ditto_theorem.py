@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from flower_ext.checks import (
     Checked,
     Count,
-    Positive,
     ProperFraction,
+    Scale,
     require_at_least_one,
     require_delta,
     require_positive,
@@ -84,8 +84,8 @@ class ClippedSteps(Checked):
         may have fewer records. Each round begins a new pass.
     """
 
-    learning_rate: Positive
-    gradient_clipping_norm: Positive
+    learning_rate: Scale
+    gradient_clipping_norm: Scale
     num_examples: Count
     local_steps: Count = 1
     batch_size: int | None = None
@@ -153,8 +153,8 @@ class RecordLevelTerms(Checked):
     """The values that a user chooses for a run of noised models; see `RecordLevelPlan`."""
 
     sampling: Sampling
-    clipping_norm: Positive
-    noise_stddev: Positive
+    clipping_norm: Scale
+    noise_stddev: Scale
     num_examples: Count
     rounds: Count
     delta: ProperFraction

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from gmpy2 import mpz
 
-from flower_ext.checks import Checked, Count, Positive
+from flower_ext.checks import Checked, Count, Positive, are_integers
 from flower_ext.errors import InvalidValue
 from flower_ext.secure.messages import ProtocolMessage, unpack_numbers
 from flower_ext.secure.weighting.agreement import PartySettings, SumMessage
@@ -29,7 +29,7 @@ class PaillierOptions(Checked):
     allowed_totals: tuple[int, ...] | None = None
     silo_record_limits: tuple[int, ...] | None = None
     precision: Positive = 1e-10
-    key_bits: int = SECURE_KEY_BITS
+    key_bits: Count = SECURE_KEY_BITS
     allow_insecure_key_size: bool = False
 
     def __post_init__(self) -> None:
@@ -41,13 +41,13 @@ class PaillierOptions(Checked):
                 f"max_records_per_user={most}: expected fewer records per user, at most "
                 f"{_MOST_RECORDS}"
             )
-        if totals is not None and not (totals and all(1 <= total <= most for total in totals)):
+        if totals is not None and not are_integers(totals, least=1, most=most):
             raise InvalidValue(
                 f"allowed_totals={totals!r}: expected integers from 1 to "
                 f"max_records_per_user={most}"
             )
         limits = self.silo_record_limits
-        if limits is not None and not (limits and min(limits) >= 0 and sum(limits) <= most):
+        if limits is not None and not (are_integers(limits, least=0) and sum(limits) <= most):
             raise InvalidValue(
                 f"silo_record_limits={limits!r}: expected integers >= 0 that sum to at most "
                 f"max_records_per_user={most}"

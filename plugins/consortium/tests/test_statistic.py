@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flower_ext.data import Examples
@@ -48,6 +48,24 @@ def test_no_record_makes_a_part_longer_than_one(rows):
     for statistic in JOINT.statistics:
         vectors = statistic.vectors(columns)
         assert (np.linalg.norm(vectors, axis=1) <= statistic.norm + 1e-12).all()
+
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(FINITE, FINITE, ANY)
+@example(0.0, 5e-324, 0.0)
+@example(-1e308, 1e308, 1.0)
+@example(-9.0, 9.0, 1e308)
+def test_bounds_are_refused_or_give_every_value_a_finite_vector(lower, upper, value):
+    bounds = f"age {lower!r}:{upper!r}"
+    kinds = "mean {0}; variance {0}; histogram {0}:7; table {0}:3 sex 0:2:2; quantiles {0}"
+    try:
+        joint = read_statistics(kinds.format(bounds))
+    except InvalidValue:
+        return
+    part = joint.part(examples({"age": np.array([value, upper]), "sex": np.zeros(2)}))
+    assert np.linalg.norm(part) <= 1 + 1e-12  # false for NaN
 
 
 @given(st.lists(st.lists(ANY_ROW, min_size=1, max_size=3), min_size=1, max_size=3))
@@ -146,6 +164,16 @@ def test_columns_of_tables_and_tensors_have_names():
 
 
 @pytest.mark.parametrize(
+    "kind", [torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.float64]
+)
+def test_a_column_of_every_real_type_has_its_values(kind):
+    column = torch.tensor([0, 1, 1]).to(kind)
+    found = columns_of(Examples({"sex": torch.nn.Parameter(column, False)}, torch.zeros(3).long()))
+    assert found["sex"].tolist() == [0.0, 1.0, 1.0]
+    assert found["sex"].dtype == np.float64
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "at least one"),
@@ -154,6 +182,7 @@ def test_columns_of_tables_and_tensors_have_names():
         ("mean age 0:x", "expected mean COLUMN LOWER:UPPER"),
         ("mean age 9:1", "the smaller one first"),
         ("mean age 0:inf", "two finite numbers"),
+        ("mean age 0:1e-200", "a distance from 1e-100 to 1e100"),
         ("histogram age 0:9", "LOWER:UPPER:BINS"),
         ("histogram age 0:9:0", "count=0: expected an integer >= 1"),
         ("quantiles age 0:9 1.5", r"expected numbers in \(0, 1\)"),

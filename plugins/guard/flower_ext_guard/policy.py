@@ -14,6 +14,7 @@ from flower_ext.checks import (
     require_count,
     require_one_of,
     require_positive,
+    require_scale,
 )
 from flower_ext.errors import InvalidValue
 from flower_ext.files import from_table, read_toml
@@ -58,12 +59,12 @@ class MessagePolicy:
             if not (is_number(value) and math.isfinite(value)):
                 raise InvalidValue(f"constants.{name}={value!r}: expected a finite number")
         if self.release == UPDATE:
-            require_positive("clipping-norm", self.clipping_norm)
-            require_positive("noise-multiplier", self.noise_multiplier)
+            require_scale("clipping-norm", self.clipping_norm)
+            require_scale("noise-multiplier", self.noise_multiplier)
             if self.arrays != "all" and not isinstance(self.arrays, list):
                 raise InvalidValue(f'arrays={self.arrays!r}: expected "all" or a list of names')
         elif self.release == CONTRIBUTION:
-            require_positive("noise-multiplier", self.noise_multiplier)
+            require_scale("noise-multiplier", self.noise_multiplier)
             if self.clipping_norm or self.constants or self.arrays != "all":
                 raise InvalidValue(
                     f'release="{CONTRIBUTION}": remove clipping-norm, constants and arrays; the '

@@ -17,6 +17,8 @@ from tests.support.identities import write_identities
         ("noise-multiplier = 0.5", "noise-multiplier = 0.0", "noise-multiplier=0.0"),
         ("noise-multiplier = 0.5", "", "noise-multiplier=0.0"),
         ("clipping-norm = 1.0", "clipping-norm = nan", "clipping-norm=nan"),
+        ("clipping-norm = 1.0", "clipping-norm = 1e300", "a number from 1e-30 to 1e30"),
+        ("noise-multiplier = 0.5", "noise-multiplier = 1e-300", "a number from 1e-30 to 1e30"),
         ("clipping-norm = 1.0", "clipping-norms = 1.0", "clipping-norms"),
         ('"clipped-noised-update"', '"everything"', "release='everything'"),
         ('"constants"', '"constants"\nclipping-norm = 1.0', "the reply holds no arrays"),

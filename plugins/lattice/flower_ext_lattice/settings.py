@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from flower_ext.checks import Count, Positive
+from flower_ext.checks import Count, Positive, are_integers
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.keys_and_ciphers import KEY_BYTES
 from flower_ext.secure.weighting.agreement import PartySettings
@@ -247,8 +247,7 @@ class LatticeSettings(PartySettings):
 
     def _check_limits(self) -> None:
         limits: Sequence[int] | None = self.silo_record_limits
-        whole = isinstance(limits, list | tuple) and all(type(limit) is int for limit in limits)
-        if not limits or not whole or len(limits) != self.silos or min(limits) < 0:
+        if not are_integers(limits, least=0) or len(limits) != self.silos:
             raise InvalidValue(
                 f"silo_record_limits={limits!r}: expected {self.silos} integers >= 0, the most "
                 "records of one user in each silo"

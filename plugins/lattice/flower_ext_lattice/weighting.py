@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flower_ext.checks import require_at_least_one
+from flower_ext.checks import Count
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import AdversaryView
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
@@ -74,14 +74,12 @@ class LatticeWeighting(WeightingProtocol):
     )
     secret_draw: ClassVar[str] = f"{HIDDEN_BY_TRANSFER}; {_RING}"
 
-    max_records_per_user: int = 2000
+    max_records_per_user: Count = 2000
     silo_record_limits: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least_one("max_records_per_user", self.max_records_per_user)
-        limits = self.silo_record_limits
-        if limits is not None:
+        if isinstance(limits := self.silo_record_limits, list):
             object.__setattr__(self, "silo_record_limits", tuple(limits))
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:

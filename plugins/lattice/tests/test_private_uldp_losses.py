@@ -266,6 +266,10 @@ def test_a_run_ends_before_a_round_that_its_settings_forbid(
         (lambda: LatticeWeighting(max_records_per_user=0), "max_records_per_user=0"),
         (lambda: make(protocol=LatticeWeighting(silo_record_limits=())), "silo_record_limits=()"),
         (
+            lambda: make(protocol=LatticeWeighting(silo_record_limits=8)),
+            "silo_record_limits=8: exp",
+        ),
+        (
             lambda: make(protocol=LatticeWeighting(silo_record_limits=(8, 8))),
             "expected 3 integers >= 0",
         ),

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from flower_ext.checks import require_positive, require_rate, require_scale
 from flower_ext.cli.screen import console, titled_table
 from flower_ext.privacy import PrivacyUnit, epsilon_text
 from flower_ext.privacy.guarantee import large_delta
@@ -139,7 +140,17 @@ def _known_values(
             "give three of --epsilon, --noise-multiplier, --rounds, and --sampling-rate or "
             "--cohort-size: the command computes the fourth"
         )
+    for name, require in _RULES.items():
+        if name in known:
+            require(name, known[name])
     return known
+
+
+_RULES = {
+    "epsilon": require_positive,
+    "noise_multiplier": require_scale,
+    "sampling_rate": require_rate,
+}
 
 
 def _print_rows(name: str, rows: Sequence[Row]) -> None:

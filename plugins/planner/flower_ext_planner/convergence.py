@@ -51,10 +51,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from flower_ext.checks import (
     Checked,
-    Count,
-    NotNegative,
-    Positive,
     Rule,
+    Scale,
+    is_integer,
     is_number,
     require_at_least_one,
     require_not_negative,
@@ -65,7 +64,25 @@ from flower_ext.privacy.guarantee import Basis, Condition
 from flower_ext.privacy.theorems.dp_ditto_theorem import check_global_weight
 
 BASES: tuple[Basis, ...] = ("published", "provable")
-_MaybeInfinite = Annotated[float, Rule("a number >= 0", lambda x: is_number(x) and x >= 0)]
+Size = Annotated[
+    int, Rule("an integer from 1 to 10**15", lambda x: is_integer(x) and 1 <= x <= 10**15)
+]
+"""A number of clients, examples or weights, whose fourth power a float can hold."""
+ScaleOrZero = Annotated[
+    float,
+    Rule("0, or a number from 1e-30 to 1e30", lambda x: is_number(x) and _is_scale_or_zero(x)),
+]
+_MaybeInfinite = Annotated[
+    float,
+    Rule(
+        "0, a number from 1e-30 to 1e30, or infinity",
+        lambda x: is_number(x) and (x == math.inf or _is_scale_or_zero(x)),
+    ),
+]
+
+
+def _is_scale_or_zero(x: float) -> bool:
+    return x == 0 or 1e-30 <= x <= 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +109,14 @@ class DittoProblem(Checked):
         G₀ ≥ ‖∇F_n‖ along the run and M ≥ ‖u_n* − w*‖; only the published bound needs them.
     """
 
-    strong_convexity: Positive
-    smoothness: Positive
-    initial_gap: NotNegative
-    initial_distance: NotNegative
-    dimension: Count
-    num_clients: Count
-    learning_rate: Positive
-    personal_learning_rate: Positive
+    strong_convexity: Scale
+    smoothness: Scale
+    initial_gap: ScaleOrZero
+    initial_distance: ScaleOrZero
+    dimension: Size
+    num_clients: Size
+    learning_rate: Scale
+    personal_learning_rate: Scale
     gradient_bound: _MaybeInfinite = math.inf
     model_spread: _MaybeInfinite = math.inf
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import typer
 from rich.markdown import Markdown
 
-from flower_ext.checks import Count, NotNegative, Positive, ProperFraction
+from flower_ext.checks import Count, Positive, ProperFraction, Scale
 from flower_ext.cli.screen import console
 from flower_ext.errors import InvalidValue
 from flower_ext.files import read_toml
@@ -22,7 +22,7 @@ from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.runs.page import to_markdown
 from flower_ext.runs.settings import Settings
 from flower_ext_planner.comparison import default_delta
-from flower_ext_planner.convergence import DittoProblem
+from flower_ext_planner.convergence import DittoProblem, ScaleOrZero, Size
 from flower_ext_planner.fairness import LinearFairness
 from flower_ext_planner.search import best_schedule
 
@@ -41,30 +41,30 @@ class ScheduleSettings(Settings):
     # Budget and training
     epsilon: Positive
     delta: ProperFraction | None = None
-    num_clients: Count
-    num_examples: Count
-    clipping_norm: Positive
-    gradient_clipping_norm: Positive | None = None
+    num_clients: Size
+    num_examples: Size
+    clipping_norm: Scale
+    gradient_clipping_norm: Scale | None = None
     local_steps: Count = 1
     batch_size: Count | None = None
-    learning_rate: Positive
-    personal_learning_rate: Positive | None = None
+    learning_rate: Scale
+    personal_learning_rate: Scale | None = None
     max_rounds: Count = 1000
 
     # Losses; the pilot.toml of a pilot run has these lines
-    dimension: Count
-    strong_convexity: Positive
-    smoothness: Positive
-    initial_gap: NotNegative
-    initial_distance: NotNegative
-    gradient_bound: Positive | None = None
-    model_spread: NotNegative | None = None
+    dimension: Size
+    strong_convexity: Scale
+    smoothness: Scale
+    initial_gap: ScaleOrZero
+    initial_distance: ScaleOrZero
+    gradient_bound: Scale | None = None
+    model_spread: ScaleOrZero | None = None
 
     # λ: given, or the fairest under a Bayesian linear model
     global_weight: float | None = None
-    feature_energy: Positive | None = None
-    label_variance: Positive | None = None
-    model_variance: Positive | None = None
+    feature_energy: Scale | None = None
+    label_variance: Scale | None = None
+    model_variance: Scale | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -41,9 +41,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from flower_ext.checks import (
     Checked,
-    Count,
-    NotNegative,
-    Positive,
+    Scale,
     require_not_negative,
     require_one_of,
     require_positive,
@@ -51,7 +49,7 @@ from flower_ext.checks import (
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.guarantee import Basis, Condition
 from flower_ext.privacy.theorems.dp_ditto_theorem import LARGEST_WEIGHT, check_global_weight
-from flower_ext_planner.convergence import BASES
+from flower_ext_planner.convergence import BASES, ScaleOrZero, Size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +67,12 @@ class LinearFairness(Checked):
         models.
     """
 
-    num_clients: Count
-    num_examples: Count
-    dimension: Count
-    feature_energy: Positive
-    label_variance: Positive
-    model_variance: NotNegative
+    num_clients: Size
+    num_examples: Size
+    dimension: Size
+    feature_energy: Scale
+    label_variance: Scale
+    model_variance: ScaleOrZero
 
     @property
     def moments(self) -> tuple[float, float]:

@@ -225,3 +225,20 @@ def test_a_printed_noise_meets_its_target(population, rate, rounds, epsilon):
 def test_the_cohort_that_uploads_are_accounted_for_is_named(calibrated):
     (row,) = (row for row in calibrated["rows"] if row["calibrated by"] == "uploads known")
     assert row["adversary sees"] == "each upload, every round, cohorts of 10"
+
+
+@pytest.mark.parametrize("unit", [(), ("--unit", "user", "--group-size", "8")])
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--epsilon", "-1", "epsilon=-1.0: expected a finite number > 0"),
+        ("--epsilon", "nan", "epsilon=nan: expected a finite number > 0"),
+        ("--epsilon", "inf", "epsilon=inf: expected a finite number > 0"),
+        ("--noise-multiplier", "1e300", "noise_multiplier=1e+300: expected a number from 1e-30"),
+        ("--noise-multiplier", "1e-300", "noise_multiplier=1e-300: expected a number from 1e-30"),
+    ],
+)
+def test_calibrate_refuses_a_number_that_no_run_can_have(unit, option, value, message):
+    done = call("calibrate", *RUN, option, value, *unit)
+    assert done.exit_code == 2
+    assert message in unboxed(done.output)

@@ -126,6 +126,15 @@ def test_several_local_steps_raise_the_noise_and_lie_beyond_the_bound(tmp_path):
     assert "K = 3" in three["conditions_not_met"][0]
 
 
+@pytest.mark.parametrize("value", [1e-320, 1e-31, 1e31, 1e300, 10**400, 10**16])
+@pytest.mark.parametrize("given", [{"global-weight": 1}, LINEAR])
+def test_absurd_numbers_are_refused_or_give_a_schedule_but_never_overflow(tmp_path, given, value):
+    for name in (SETTINGS | given).keys() - {"global-weight", "max-rounds", "delta"}:
+        done = schedule(tmp_path, "--json", **{**given, name: value})
+        assert done.exit_code in (0, 2), (name, done.exception)
+        assert done.exit_code or json.loads(done.output)["schedules"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -310,6 +310,33 @@ def test_absurd_noise_has_an_epsilon_between_nothing_and_no_amplification(
     assert (loss.epsilon == 0) == (noise_multiplier > 1)
 
 
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize(
+    ("sampling", "relation"),
+    [(POISSON, ADD_OR_REMOVE), (FIXED, REPLACE), (EVERYONE, ADD_OR_REMOVE)],
+)
+def test_vanishing_noise_never_lowers_epsilon(sampling, relation, accountant):
+    last = 1e3
+    for exponent in range(2, 321):  # the last numbers are subnormal
+        noise = Release(sampling=sampling, noise_multiplier=10.0**-exponent, relation=relation)
+        loss = privacy_loss_of({noise: 1}, delta=1e-5, accountant=accountant).epsilon
+        assert loss >= last
+        last = loss
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.longdouble])
+@pytest.mark.parametrize("sigma", [1.1, 37.0])
+def test_epsilon_does_not_depend_on_the_type_of_a_number(kind, sigma):
+    short = kind(sigma)
+    number = float(short) * (1 + 1e-12)  # equal numbers would share a cached result
+    for sampling, relation in ((POISSON, ADD_OR_REMOVE), (FIXED, REPLACE)):
+        expected = epsilon(sampling, relation, sigma=number)
+        assert epsilon(sampling, relation, sigma=short) == pytest.approx(expected, rel=1e-6)
+        assert expected > 0
+    expected = gaussian_loss(number, releases=3, delta=1e-5).epsilon
+    assert gaussian_loss(short, releases=3, delta=1e-5).epsilon == pytest.approx(expected, rel=1e-9)
+
+
 def told_by_the_sum(rate, sigma, rounds, deltas):
     """Return, for each δ, an ε that no valid bound can undercut.
 

@@ -314,11 +314,15 @@ class Quantiles(Statistic):
 
 
 def check_bounds(column: str, lower: float, upper: float) -> None:
-    """Refuse bounds that are not finite, or whose lower bound is not below the upper one."""
-    if not (math.isfinite(lower) and math.isfinite(upper) and lower < upper):
+    """Refuse bounds that are not finite, or that lie too close or too far apart for a float.
+
+    With such bounds, a value's place between them could be NaN, so that one record would decide
+    whether its silo can send anything.
+    """
+    if not (math.isfinite(lower) and math.isfinite(upper) and 1e-100 <= upper - lower <= 1e100):
         raise InvalidValue(
             f"bounds {lower:g}:{upper:g} of {column}: expected two finite numbers, the smaller "
-            "one first"
+            "one first, and a distance from 1e-100 to 1e100"
         )
 
 

@@ -226,7 +226,7 @@ def columns_of(examples: Examples) -> dict[str, NDArray[np.float64]]:
     elif isinstance(examples.targets, Tensor):
         columns[LABEL] = examples.targets
     return {
-        name: column.detach().cpu().numpy().astype(np.float64)
+        name: column.detach().cpu().double().numpy()  # NumPy has no bfloat16
         for name, column in columns.items()
         if column.dim() == 1
     }
