@@ -43,7 +43,7 @@ from flower_ext.training.problem import (
     gradient,
     local_problem,
 )
-from flower_ext.training.scoring import evaluate, evaluate_client
+from flower_ext.training.scoring import evaluate
 from flower_ext.training.task import Task
 
 __all__ = [
@@ -68,7 +68,6 @@ __all__ = [
     "cox_loss",
     "difference",
     "evaluate",
-    "evaluate_client",
     "gradient",
     "job_batches",
     "local_problem",
