@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import _flower_private as private
+from flower_ext.privacy.mechanisms.updates import split_into
 from flower_ext.training import LocalTraining, Params
 
 Arrays = dict[str, np.ndarray]
@@ -127,10 +128,7 @@ def flattened(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 
 def shaped(vector: np.ndarray, like: Arrays) -> Arrays:
     """Split a vector, made by `flattened`, into arrays with the names and shapes of ``like``."""
-    names = sorted(like)
-    ends = np.cumsum([like[name].size for name in names])[:-1]
-    parts = zip(names, np.split(vector, ends), strict=True)
-    return {name: part.reshape(like[name].shape) for name, part in parts}
+    return split_into({name: like[name].shape for name in sorted(like)}, vector)
 
 
 def to_params(record: ArrayRecord) -> Params:

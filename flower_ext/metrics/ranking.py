@@ -1,4 +1,4 @@
-"""Ranking metrics: for two classes, of which one may be rare, and for survival times."""
+"""Ranking metrics for two classes, of which one may be rare."""
 
 from __future__ import annotations
 
@@ -38,37 +38,6 @@ def average_precision(outputs: Tensor, targets: Tensor) -> float:
     curve.
     """
     return _of_scores("average_precision_score", outputs, targets)
-
-
-def concordance_index(scores: Tensor, targets: Tensor) -> float:
-    """Return Harrell's concordance index: the fraction of comparable pairs in the right order.
-
-    Two patients are comparable if one patient had the event while the other was still observed. If
-    both times are equal, the patient without the event counts as observed for longer. A pair is in
-    the right order if the patient with the event has the higher score. Equal scores count half. The
-    result is NaN if no pair is comparable, or if a value is NaN.
-
-    Parameters
-    ----------
-    scores : Tensor
-        Risks (n,) or (n, 1), on any increasing scale.
-    targets : Tensor
-        (n, 2): time, and 1 for an event or 0 for the end of observation.
-    """
-    scores = scores.flatten()
-    if scores.isnan().any() or targets.isnan().any():
-        return math.nan
-    time, event = targets[:, 0], targets[:, 1] > 0
-    longer = (time.unsqueeze(0) > time.unsqueeze(1)) | (
-        (time.unsqueeze(0) == time.unsqueeze(1)) & ~event.unsqueeze(0)
-    )
-    comparable = event.unsqueeze(1) & longer
-    pairs = int(comparable.sum())
-    if pairs == 0:
-        return math.nan
-    first, second = scores.unsqueeze(1), scores.unsqueeze(0)
-    right = (comparable & (first > second)).sum() + 0.5 * (comparable & (first == second)).sum()
-    return float(right) / pairs
 
 
 def _of_scores(metric: str, outputs: Tensor, targets: Tensor) -> float:

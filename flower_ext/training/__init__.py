@@ -4,7 +4,6 @@
 module                contents
 ====================  =====================================================================
 `task`                the model, the loss, the metrics and each partition's data
-`losses`              a loss and a metric for tasks
 `kind`                a task's model, loss and shapes, without data: the key of stored results
 `models`              models of this package; functions that build, call and check any model
 `params`              parameters as dictionaries of tensors
@@ -28,7 +27,6 @@ from flower_ext.training.dp.dp_sgd import ClippedGradient, DpSgdTraining, train_
 from flower_ext.training.isolation import products_are_reproducible
 from flower_ext.training.job import Job, LocalTraining, StepNoise
 from flower_ext.training.local import NotConverged, job_batches, newton, sgd_step, train
-from flower_ext.training.losses import accuracy, cox_loss
 from flower_ext.training.models.validation import (
     UnshareableModel,
     check_shareable,
@@ -43,8 +41,8 @@ from flower_ext.training.problem import (
     gradient,
     local_problem,
 )
-from flower_ext.training.scoring import evaluate, evaluate_client
-from flower_ext.training.task import Task
+from flower_ext.training.scoring import evaluate
+from flower_ext.training.task import Task, accuracy
 
 __all__ = [
     "MEMORY_LIMIT",
@@ -65,10 +63,8 @@ __all__ = [
     "attempt_groups",
     "check_shareable",
     "clone",
-    "cox_loss",
     "difference",
     "evaluate",
-    "evaluate_client",
     "gradient",
     "job_batches",
     "local_problem",

@@ -29,13 +29,14 @@ _logged_scores: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
 @torch.no_grad()
-def evaluate(
-    task: Task, params: Mapping[str, Tensor], examples: Examples, *, batch_size: int = _ROWS
-) -> dict[str, float]:
-    """Return the mean loss and the task's metrics of a model on ``examples``.
+def evaluate(task: Task, params: Mapping[str, Tensor], examples: Examples) -> dict[str, float]:
+    """Return the mean loss and the task's metrics of a model on one client's ``examples``.
 
     The function joins the outputs of several mini-batches. Outputs may be tensors, or tuples,
     lists, mappings and dataclasses of tensors, whose parts may be None.
+
+    A score that raises an error is NaN, and the other scores remain. If all scores raise errors,
+    the function raises the first of these errors. No score depends on another client.
 
     Raises
     ------
@@ -43,26 +44,34 @@ def evaluate(
         There are several mini-batches, and an output does not have one row per example. The message
         names the output.
     """
-    outputs, targets = _outputs(task, _model_of(task, params), examples, batch_size)
-    scores = {name: float(metric(outputs, targets)) for name, metric in task.metrics.items()}
-    return {"loss": float(task.loss(outputs, targets)), **scores}
-
-
-def _model_of(task: Task, params: Mapping[str, Tensor]) -> SettableModel:
-    """Return a model with these parameters, in evaluation mode."""
     device = task.torch_device()
     model = settable_model(task.factory, params, device, trains=False)
     model.set_params(to_device(params, device))
-    return model
+    # A model or a metric that draws numbers draws the same ones for every client.
+    with seeded(0, device):
+        outputs, targets = _outputs(task, model, examples)
+
+        def value(metric: Callable[..., Any]) -> float:
+            return float(metric(outputs, targets))
+
+        metrics: dict[str, Callable[..., Any]] = {"loss": task.loss, **task.metrics}
+        values = {name: attempted(value, metric) for name, metric in metrics.items()}
+    errors = {name: v for name, v in values.items() if isinstance(v, Exception)}
+    if len(errors) == len(values):
+        raise next(iter(errors.values()))
+    for name, failure in errors.items():
+        shown = _logged_scores.setdefault(task.factory, set())
+        level = DEBUG if name in shown else WARNING  # once, and not for each client and round
+        log.log(level, "the score %r failed, so it is left out", name, exc_info=failure)
+        shown.add(name)
+    return {name: math.nan if isinstance(v, Exception) else v for name, v in values.items()}
 
 
-def _outputs(
-    task: Task, model: SettableModel, examples: Examples, batch_size: int
-) -> tuple[Any, Tree]:
+def _outputs(task: Task, model: SettableModel, examples: Examples) -> tuple[Any, Tree]:
     """Return the model's outputs and the targets, on the task's device."""
     examples = on_device(task, examples)
     # Copy each mini-batch, because the model may write into it.
-    parts = trees.split(examples.features, batch_size)
+    parts = trees.split(examples.features, _ROWS)
     outputs = [model(trees.mapped(Tensor.clone, part)) for part in parts]
     return _joined(outputs, [*map(trees.length, parts)]), examples.targets
 
@@ -87,33 +96,3 @@ def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     return trees.mapped(
         lambda *leaves: leaves[0] if leaves[0] is None else torch.cat(leaves), *outputs
     )
-
-
-@torch.no_grad()
-def evaluate_client(
-    task: Task, params: Mapping[str, Tensor], examples: Examples
-) -> dict[str, float]:
-    """Return the scores of `evaluate` for one client; they depend on no other client.
-
-    A score that raises an error is NaN, and the other scores remain. If all scores raise errors,
-    the function raises the first of these errors.
-    """
-    model = _model_of(task, params)
-    # A model or a metric that draws numbers draws the same ones for every client.
-    with seeded(0, task.torch_device()):
-        outputs, targets = _outputs(task, model, examples, _ROWS)
-
-        def value(metric: Callable[..., Any]) -> float:
-            return float(metric(outputs, targets))
-
-        metrics: dict[str, Callable[..., Any]] = {"loss": task.loss, **task.metrics}
-        values = {name: attempted(value, metric) for name, metric in metrics.items()}
-    errors = {name: v for name, v in values.items() if isinstance(v, Exception)}
-    if len(errors) == len(values):
-        raise next(iter(errors.values()))
-    for name, failure in errors.items():
-        shown = _logged_scores.setdefault(task.factory, set())
-        level = DEBUG if name in shown else WARNING  # once, and not for each client and round
-        log.log(level, "the score %r failed, so it is left out", name, exc_info=failure)
-        shown.add(name)
-    return {name: math.nan if isinstance(v, Exception) else v for name, v in values.items()}

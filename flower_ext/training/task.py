@@ -1,4 +1,4 @@
-"""The task that every method trains: the model, the loss, and the data of each partition."""
+"""The task that every method trains: the model, loss, metrics, and the data of each partition."""
 
 from __future__ import annotations
 
@@ -15,9 +15,31 @@ from torch.nn import functional
 from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue
 from flower_ext.training.isolation import default_device
-from flower_ext.training.losses import accuracy
 from flower_ext.training.models.factory import ModelFactory, factory_of
 from flower_ext.training.params import Params
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> float:
+    """Return the fraction of rows of ``outputs`` (n, classes) whose largest entry is the target.
+
+    Raises
+    ------
+    ValueError
+        Outputs or targets are not a single tensor, or targets are not class numbers.
+    """
+    for name, tree in (("outputs", outputs), ("targets", targets)):
+        if not isinstance(tree, Tensor):
+            raise InvalidValue(
+                f"accuracy with {name} of type {type(tree).__name__}: expected one tensor. Give "
+                "Task(metrics={...}) a metric that reads your type, such as lambda outputs, "
+                "targets: accuracy(outputs.logits, targets)"
+            )
+    if targets.is_floating_point():
+        raise InvalidValue(
+            f"accuracy with targets of type {targets.dtype}: expected class numbers. Give "
+            "Task(metrics={...}) a metric that suits your targets"
+        )
+    return float((outputs.argmax(dim=1) == targets).float().mean())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +61,7 @@ class Task:
     loss : Callable[..., Tensor]
         Mean loss of a batch, from the model's outputs (of any type) and the targets. A loss that is
         not a mean over examples has a third parameter ``present``: booleans that distinguish
-        examples from padding (see `cox_loss`).
+        examples from padding.
     metrics : Mapping[str, Callable[[Any, Any], float]]
         Quality measures by name. Each is a function of the model's outputs for all test examples of
         a client, and of their targets. If a client has several mini-batches, outputs must be

@@ -263,7 +263,7 @@ def test_an_evaluation_that_fails_on_a_clients_data_sends_an_empty_part(monkeypa
     def broken(task, params, examples):
         raise ZeroDivisionError("of a record")
 
-    monkeypatch.setattr(evaluating, "evaluate_client", broken)
+    monkeypatch.setattr(evaluating, "evaluate", broken)
     strategy = scored()
     grid, result = run(strategy)
     assert strategy.refusals == []

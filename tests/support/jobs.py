@@ -12,7 +12,7 @@ from flower_ext.training import (
     LocalTraining,
     Params,
     Task,
-    evaluate_client,
+    evaluate,
     train,
     train_each,
 )
@@ -143,7 +143,7 @@ def why_apart(task, jobs):
 
 def evaluate_each(task, models, examples):
     """Return the scores, or the error, of each client."""
-    return [attempted(evaluate_client, task, *pair) for pair in zip(models, examples, strict=True)]
+    return [attempted(evaluate, task, *pair) for pair in zip(models, examples, strict=True)]
 
 
 def same(ours, theirs):

@@ -19,6 +19,7 @@ from flower_ext.training import (
     Proximal,
     Task,
     evaluate,
+    scoring,
 )
 from flower_ext.training.local import perturbation, sgd_step
 from flower_ext.training.params import clone
@@ -430,10 +431,11 @@ def test_a_model_that_begins_in_place_sees_the_same_features_every_time(model, t
 
 
 @IN_PLACE
-def test_evaluation_and_training_leave_the_examples_as_they_are(model):
+def test_evaluation_and_training_leave_the_examples_as_they_are(model, monkeypatch):
     given, data = replace(task(), model=partial(model, True)), examples()
     params = given.initial_params(0)
-    evaluate(given, params, data, batch_size=7)
+    monkeypatch.setattr(scoring, "_ROWS", 7)
+    evaluate(given, params, data)
     training = LocalTraining(tolerance=1e-8, proximal_weight=0.1)
     double = Examples(data.features.double(), data.targets)
     train_one(given, params, double, training, generator=torch.Generator())

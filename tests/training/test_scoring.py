@@ -10,14 +10,15 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flower_ext.data import Examples
-from flower_ext.training import Task, accuracy, evaluate, evaluate_client
+from flower_ext.training import Task, accuracy, evaluate, scoring
 from tests.support.jobs import SGD, UNEVEN, Dense, evaluate_each, jobs_of, problem
 
 
-def test_evaluation_in_pieces_equals_evaluation_at_once():
+def test_evaluation_in_pieces_equals_evaluation_at_once(monkeypatch):
     (job,) = jobs_of(Dense, [SGD], [40])
     whole = evaluate(problem(), job.params, job.examples)
-    pieces = evaluate(problem(), job.params, job.examples, batch_size=7)
+    monkeypatch.setattr(scoring, "_ROWS", 7)
+    pieces = evaluate(problem(), job.params, job.examples)
     assert whole == pytest.approx(pieces)
     assert set(whole) == {"loss", "accuracy"}
 
@@ -104,8 +105,10 @@ def test_accuracy_of_targets_that_are_no_classes_is_refused():
     (job,) = jobs_of(Dense, [SGD], [40])
     examples = Examples(job.examples.features, job.examples.targets.float())
     with pytest.raises(ValueError, match=r"expected class numbers\. .*Task\(metrics"):
-        evaluate(regression, job.params, examples)
-    assert set(evaluate(replace(regression, metrics={}), job.params, examples)) == {"loss"}
+        accuracy(torch.zeros(40, 3), examples.targets)
+    scores = evaluate(regression, job.params, examples)
+    assert math.isnan(scores.pop("accuracy"))
+    assert scores == evaluate(replace(regression, metrics={}), job.params, examples)
 
 
 def test_a_task_of_things_that_are_no_functions_is_refused():
@@ -142,12 +145,11 @@ def test_an_evaluation_of_which_every_score_raises_is_an_error():
     assert isinstance(error, ZeroDivisionError)
 
 
-@pytest.mark.parametrize("score", [evaluate, evaluate_client])
-def test_parameters_that_a_client_lacks_come_from_no_client_before(score):
+def test_parameters_that_a_client_lacks_come_from_no_client_before():
     task = Task(model=lambda: nn.Linear(4, 3), data=lambda client: None, device="cpu")
     examples = Examples(torch.randn(20, 4), torch.arange(20) % 3)
     params = task.initial_params(1)
     without_bias = {"weight": params["weight"]}
-    first = score(task, without_bias, examples)
-    score(task, {**params, "bias": torch.tensor([100.0, 0.0, -100.0])}, examples)
-    assert score(task, without_bias, examples) == first
+    first = evaluate(task, without_bias, examples)
+    evaluate(task, {**params, "bias": torch.tensor([100.0, 0.0, -100.0])}, examples)
+    assert evaluate(task, without_bias, examples) == first

@@ -19,6 +19,7 @@ from flower_ext.training import (
     accuracy,
     attempt_groups,
     evaluate,
+    scoring,
     train_groups,
 )
 from tests.support.jobs import (
@@ -166,7 +167,7 @@ class TwoHeads(Sentences):
         return {"label": logits, "again": -logits, 3: None}
 
 
-def test_targets_may_be_a_mapping_as_outputs_may():
+def test_targets_may_be_a_mapping_as_outputs_may(monkeypatch):
     data = packed(9)
     aims = {"label": data.targets, "again": data.targets.flip(0)}
     task = replace(problem(TwoHeads, total), metrics={})
@@ -176,7 +177,8 @@ def test_targets_may_be_a_mapping_as_outputs_may():
     outputs = torch.func.functional_call(PACKED.model(), model, (data.features,))
     expected = cross_entropy(outputs, aims["label"]) + cross_entropy(-outputs, aims["again"])
     for size in (1024, 4):
-        scores = evaluate(task, model, examples.examples, batch_size=size)
+        monkeypatch.setattr(scoring, "_ROWS", size)
+        scores = evaluate(task, model, examples.examples)
         assert scores["loss"] == pytest.approx(float(expected))
     assert scores["loss"] < evaluate(task, examples.params, examples.examples)["loss"]
 
@@ -210,7 +212,7 @@ MAKERS = {
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("size", [1024, 4, 1])
-def test_outputs_of_mini_batches_are_joined_in_the_models_type(kind, size):
+def test_outputs_of_mini_batches_are_joined_in_the_models_type(kind, size, monkeypatch):
     class Model(Sentences):
         def forward(self, tokens, mask):
             return MAKERS[kind](super().forward(tokens, mask))
@@ -223,8 +225,9 @@ def test_outputs_of_mini_batches_are_joined_in_the_models_type(kind, size):
 
     task = replace(problem(Model, of_output(cross_entropy)), metrics={"accuracy": read})
     data, params = packed(10), PACKED.initial_params(1)
-    ours = evaluate(task, params, as_mapping(data), batch_size=size)
-    assert ours == pytest.approx(evaluate(PACKED, params, data))
+    expected = evaluate(PACKED, params, data)
+    monkeypatch.setattr(scoring, "_ROWS", size)
+    assert evaluate(task, params, as_mapping(data)) == pytest.approx(expected)
     (outputs,) = seen
     assert type(outputs) is type(MAKERS[kind](torch.zeros(1, 3)))
     if kind == "ModelOutput":
@@ -233,15 +236,16 @@ def test_outputs_of_mini_batches_are_joined_in_the_models_type(kind, size):
         assert torch.equal(outputs["hidden"][1], 2 * outputs.logits)
 
 
-def test_an_output_without_one_row_per_example_is_named_when_joined():
+def test_an_output_without_one_row_per_example_is_named_when_joined(monkeypatch):
     data, params = with_labels(packed(10)), PACKED.initial_params(1)
-    assert set(evaluate(OWN_LOSS, params, data)) == {"loss", "accuracy"}
+    whole = evaluate(OWN_LOSS, params, data)
+    assert set(whole) == {"loss", "accuracy"}
+    monkeypatch.setattr(scoring, "_ROWS", 4)
     message = r"outputs\['loss'\] of shape \(\) for a mini-batch of 4 examples: .* such as logits"
     with pytest.raises(InvalidValue, match=message):
-        evaluate(OWN_LOSS, params, data, batch_size=4)
+        evaluate(OWN_LOSS, params, data)
     logits_alone = replace(OWN_LOSS, loss=of_output(cross_entropy))
-    error = evaluate(logits_alone, params, as_mapping(packed(10)), batch_size=4)
-    assert error == pytest.approx(evaluate(OWN_LOSS, params, data))
+    assert evaluate(logits_alone, params, as_mapping(packed(10))) == pytest.approx(whole)
 
 
 def test_an_error_of_one_client_of_trees_concerns_no_other():
@@ -256,6 +260,6 @@ def test_an_error_of_one_client_of_trees_concerns_no_other():
 
 
 def test_accuracy_of_an_object_says_what_to_name():
-    task = replace(OWN_LOSS, metrics={"accuracy": accuracy})
+    outputs, data = Output(logits=torch.zeros(4, 3)), packed(4)
     with pytest.raises(InvalidValue, match="outputs of type Output: .*accuracy.outputs.logits"):
-        evaluate(task, PACKED.initial_params(1), with_labels(packed(4)))
+        accuracy(outputs, data.targets)

@@ -21,7 +21,6 @@ from flower_ext.runs import RunDirectory
 from flower_ext.runs.callbacks import Callback
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import Task
-from flower_ext.training.models import parameter_count
 
 if TYPE_CHECKING:
     from flower_ext_planner.convergence import DittoProblem
@@ -96,11 +95,16 @@ def problem_of(settings: Settings, task: Task, pilot: LossConstants | None) -> D
     )
     return DittoProblem(
         **asdict(constants),
-        dimension=parameter_count(task.model()),
+        dimension=parameter_count(task),
         num_clients=settings.clients,
         learning_rate=settings.learning_rate,
         personal_learning_rate=settings.personal_learning_rate,
     )
+
+
+def parameter_count(task: Task) -> int:
+    """Return the number of scalars in the parameters of the task's model, trained or frozen."""
+    return sum(p.numel() for p in task.model().parameters())
 
 
 def planned_rounds(

@@ -5,7 +5,7 @@ from functools import partial
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from dp_ditto_app.planner import PILOT, PilotFile, pilot_of, planned_rounds
+from dp_ditto_app.planner import PILOT, PilotFile, parameter_count, pilot_of, planned_rounds
 from dp_ditto_app.plans import WITHOUT_PRIVACY, local_training, plan_of
 from dp_ditto_app.settings import Settings
 from dp_ditto_app.task import task_of
@@ -13,7 +13,6 @@ from flower_ext.algorithms import Apple, DPDitto, FedALA, FedAMP, PFedMe
 from flower_ext.federation import Method, configured
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import LocalTraining
-from flower_ext.training.models import parameter_count
 
 app = ServerApp()
 
@@ -37,7 +36,7 @@ def main(grid: Grid, context: Context) -> None:
     plan = plan_of(settings, rounds)
     disclosures, callbacks = [], []
     if pilot is not None:
-        disclosures, callbacks = [PILOT], [PilotFile(pilot, parameter_count(task.model()))]
+        disclosures, callbacks = [PILOT], [PilotFile(pilot, parameter_count(task))]
     configured.start(
         grid,
         context,

@@ -10,12 +10,13 @@ from torch.nn.functional import cross_entropy
 
 from flower_ext.data import SiloData
 from flower_ext.federation import node_settings
-from flower_ext.metrics import average_precision, concordance_index, roc_auc
+from flower_ext.metrics import average_precision, roc_auc
 from flower_ext.runs.settings import UnfitSetting
-from flower_ext.training import Task, accuracy, cox_loss
+from flower_ext.training import Task, accuracy
 from flower_ext.training.models import build
 from uldp_fl_app.settings import Settings
 from uldp_fl_app.silos import describe_silos, load_silos
+from uldp_fl_app.survival import concordance_index, cox_loss
 
 SURVIVAL = ("tcga-brca", "tcga-brca-scaled")
 METRICS: dict[str, Mapping[str, Callable[[Tensor, Tensor], float]]] = {

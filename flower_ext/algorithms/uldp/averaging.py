@@ -32,7 +32,6 @@ from typing import Literal
 
 import numpy as np
 
-from flower_ext.algorithms.uldp.plan_checks import check_silos_can_draw, sums_of_users
 from flower_ext.algorithms.uldp.silo_answers import answer_server, ask_silos
 from flower_ext.algorithms.uldp.silo_training import UsersTotal, WeightedTotal, users_training
 from flower_ext.algorithms.uldp.weights import (
@@ -65,7 +64,7 @@ from flower_ext.federation import (
     Summation,
 )
 from flower_ext.federation.population import HiddenUsers
-from flower_ext.privacy import Guarantee, PrivacyPlan
+from flower_ext.privacy import FixedSizeSampling, Guarantee, PoissonSampling, PrivacyPlan
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
@@ -82,6 +81,23 @@ The group has no weights if the server does not know them.
 """
 GRADIENT = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
 """One step at rate 1 on all records, whose update is the negative gradient."""
+
+
+def sums_of_users(mechanism: RoundMechanism) -> NoisedSum:
+    """Return ``mechanism`` itself, or refuse it if the methods of Uldp-FL cannot train with it."""
+    if not isinstance(mechanism, NoisedSum):
+        raise InvalidValue(f"plan={type(mechanism).__name__}: expected a ReleasePlan for users")
+    if mechanism.noised_by_server:
+        raise InvalidValue(
+            "noise_placement='server' of the plan: expected 'client' or a SecureSum, because the "
+            "silos, which are the clients, add the noise"
+        )
+    if isinstance(mechanism.sampling, FixedSizeSampling):
+        raise InvalidValue(
+            f"sampling={mechanism.sampling!r} of the plan: expected FullParticipation or "
+            "PoissonSampling"
+        )
+    return mechanism
 
 
 def users_of_round(work: ClientWork) -> tuple[dict[int, Examples], UsersTotal]:
@@ -165,7 +181,7 @@ class UldpAvg(Method):
         """Return the mechanism of the silos' sum; refuse a plan that protects no users in silos."""
         sums = sums_of_users(super().mechanism(plan))
         if self.user_draw == "silos":
-            check_silos_can_draw(sums)
+            _check_silos_can_draw(sums)
         return sums
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
@@ -269,6 +285,21 @@ class UldpSgd(UldpAvg):
             raise InvalidValue(
                 "local: leave it out, because ULDP-SGD has no local training; or use UldpAvg"
             )
+
+
+def _check_silos_can_draw(mechanism: NoisedSum) -> None:
+    """Require Poisson sampling and ``SecureSum(colluding=0)``, so that silos can draw in secret."""
+    if not isinstance(mechanism.sampling, PoissonSampling):
+        raise InvalidValue(
+            f"user_draw='silos' with sampling={mechanism.sampling!r}: expected PoissonSampling, "
+            "because silos draw every user independently"
+        )
+    if mechanism.secure_sum is None or mechanism.secure_sum.colluding:
+        raise InvalidValue(
+            f"user_draw='silos' with noise_placement={mechanism.noise_placement!r}: expected "
+            "SecureSum(colluding=0), because the server may see only sums, and a silo that "
+            "colludes with the server could tell it which users were drawn"
+        )
 
 
 def _warn_of_rounding(cells: float, model: Arrays) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flower_ext.algorithms import dp_fedavg
-from flower_ext.algorithms.uldp.plan_checks import sums_of_users
+from flower_ext.algorithms.uldp.averaging import sums_of_users
 from flower_ext.checks import Count
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import ClientMethod, Memory, Method, State

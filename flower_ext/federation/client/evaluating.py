@@ -20,7 +20,7 @@ from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.failures import log_once
 from flower_ext.federation.replies import LARGEST_VALUE
 from flower_ext.privacy.queries.vector_query import VectorQuery
-from flower_ext.training import Params, evaluate_client
+from flower_ext.training import Params, evaluate
 from flower_ext.training.isolation import isolated
 from flower_ext.training.side_by_side import Steps, check_whole, completed, side_by_side
 
@@ -50,7 +50,7 @@ def scores_of(work: ClientWork, *, training: bool) -> Steps[dict[str, float]]:
 
 
 def _scores(work: ClientWork, model: Params, examples: Examples) -> dict[str, float]:
-    return evaluate_client(work.task, model, examples) if len(examples) else {}
+    return evaluate(work.task, model, examples) if len(examples) else {}
 
 
 def evaluation_of(assignment: Assignment) -> Steps[RecordDict]:

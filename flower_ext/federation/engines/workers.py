@@ -12,7 +12,6 @@ bit of the sum depends on the number of processes.
 
 from __future__ import annotations
 
-import itertools
 import math
 import multiprocessing
 import os
@@ -26,7 +25,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import numpy as np
 import torch
 from flwr.app import Context, Error, Message, RecordDict
 
@@ -263,7 +261,7 @@ def _answer_in(reply: Message) -> Error | RecordDict | Update:
 
 
 class _Channel:
-    """A connection to a process, and an unnamed file for the large arrays in its answers.
+    """A connection to a process, and an unnamed file for its answers, which are large.
 
     The file is in memory if the system supports it. Each answer overwrites the previous one.
     """
@@ -272,27 +270,18 @@ class _Channel:
         self.connection, self._memory = connection, memory
 
     def share(self, content: object) -> None:
-        """Send an object: its large arrays through the file, the rest through the connection."""
-        buffers: list[pickle.PickleBuffer] = []
-        outline = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
-        parts, end = [buffer.raw() for buffer in buffers], 0
-        for part in parts:
-            written = 0
-            while written < part.nbytes:
-                written += os.pwrite(self._memory, part[written:], end + written)
-            end += written
-        sizes = [part.nbytes for part in parts]
-        self.connection.send_bytes(pickle.dumps((outline, sizes)))
+        """Send an object through the file, and tell the other side that it is there."""
+        with open(self._memory, "wb", closefd=False) as file:
+            file.seek(0)
+            pickle.dump(content, file, protocol=5)
+        self.connection.send_bytes(b"shared")
 
     def shared(self) -> Any:
         """Return the object that the other side sent by `share`."""
-        outline, sizes = pickle.loads(self.connection.recv_bytes())
-        memory, read = np.empty(sum(sizes), np.uint8).data, 0
-        while read < len(memory):
-            read += os.preadv(self._memory, [memory[read:]], read)
-        ends = itertools.accumulate(sizes)
-        parts = [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-        return pickle.loads(outline, buffers=parts)
+        self.connection.recv_bytes()
+        with open(self._memory, "rb", closefd=False) as file:
+            file.seek(0)
+            return pickle.load(file)
 
     def close(self) -> None:
         """Close this end of the channel; neither process can use the channel afterwards."""

@@ -16,6 +16,7 @@ from flower_ext.privacy.theorems.dp_ditto_theorem import (
     RecordLevelTerms,
     composed_noise_stddev,
     dp_ditto_noise_stddev,
+    noised_values,
     record_level_guarantees,
 )
 
@@ -81,14 +82,12 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
                 clipping_norm=clipping_norm,
             )
             if steps is not None:
-                stddev /= steps.upload_stddev(1.0)
-        elif steps is None:
-            # Models trained on neighbouring data may lie at opposite ends of the ball.
-            stddev = composed_noise_stddev(
-                sensitivity=2 * clipping_norm, epsilon=epsilon, delta=delta, releases=rounds
-            )
+                stddev /= steps.upload_noise
         else:
-            stddev = steps.noise_stddev(epsilon=epsilon, delta=delta, rounds=rounds)
+            moved, uses = noised_values(clipping_norm, steps)
+            stddev = composed_noise_stddev(
+                sensitivity=moved, epsilon=epsilon, delta=delta, releases=rounds * uses
+            )
         return cls(
             sampling=sampling,
             clipping_norm=clipping_norm,
@@ -166,13 +165,13 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
 
     def noised_value(self, run: RunSummary, cohort_size: int) -> NoisedValue:
         """Return a client's model or, with ``steps``, one of its local steps."""
-        steps = self.steps
+        moved, uses = noised_values(self.clipping_norm, self.steps)
         return NoisedValue(
             clipping_norm=self.clipping_norm,
-            sensitivity=2 * self.clipping_norm if steps is None else steps.sensitivity,
+            sensitivity=moved,
             stddev=self.noise_stddev,
             upload_stddev=self.upload_stddev,
-            per_round=1 if steps is None else steps.uses_per_round,
+            per_round=uses,
         )
 
     def guarantees(self, run: RunSummary) -> list[Guarantee]:

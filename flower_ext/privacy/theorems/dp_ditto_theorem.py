@@ -6,7 +6,7 @@ Source: Zhao et al., Convergence-Privacy-Fairness Trade-Off in Personalized Fede
 paper                 here
 ====================  =====================================================
 C                     ``clipping_norm`` of the local model
-σ_u                   ``noise_stddev`` of each weight of an upload, or `ClippedSteps.upload_stddev`
+σ_u                   `RecordLevelTerms.upload_stddev`, of the noise in each weight of an upload
 Δs                    published sensitivity of the clipped local model, 2C/|D_n| (Eqn 7)
 q, N                  published sampling rate 1/N (Eqn 8), ``num_clients``
 T, |D_n|              ``rounds``, ``num_examples``
@@ -41,7 +41,6 @@ from flower_ext.checks import (
 )
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.calibration import calibrate_noise_multiplier
-from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.sampling import FullParticipation, Sampling
 from flower_ext.privacy.guarantee import Condition, Guarantee
@@ -120,28 +119,14 @@ class ClippedSteps(Checked):
         """
         return self.sensitivity if self.local_steps == 1 else 2 * self.local_steps * self._step
 
-    def upload_stddev(self, step_stddev: float) -> float:
-        """Return the stddev, in each weight, of the sum of all steps' noise.
+    @property
+    def upload_noise(self) -> float:
+        """Stddev, in each weight, of the sum of all steps' noise, if each step's stddev is 1.
 
-        ``step_stddev`` is the stddev of one step's noise. If the loss is convex, the upload may
-        carry less noise, because later steps shrink the noise of earlier steps.
+        If the loss is convex, the upload may carry less noise, because later steps shrink the noise
+        of earlier steps.
         """
-        return math.sqrt(self.local_steps) * step_stddev
-
-    def noise_stddev(self, *, epsilon: float, delta: float, rounds: int) -> float:
-        """Return the noise stddev that every step must add to each weight to meet (ε, δ)."""
-        releases = rounds * self.uses_per_round
-        return composed_noise_stddev(
-            sensitivity=self.sensitivity, epsilon=epsilon, delta=delta, releases=releases
-        )
-
-    def loss(self, noise_stddev: float, *, delta: float, rounds: int) -> PrivacyLoss:
-        """Return the (ε, δ) that ``rounds`` rounds reach together.
-
-        ``noise_stddev`` is the stddev of the noise that each local step adds to each weight.
-        """
-        releases = rounds * self.uses_per_round
-        return gaussian_loss(noise_stddev / self.sensitivity, releases=releases, delta=delta)
+        return math.sqrt(self.local_steps)
 
     @property
     def _step(self) -> float:
@@ -176,7 +161,7 @@ class RecordLevelTerms(Checked):
     @property
     def upload_stddev(self) -> float:
         """σ_u: stddev of the noise in each weight of an upload, from all ``steps`` together."""
-        return self.noise_stddev * (1.0 if self.steps is None else self.steps.upload_stddev(1.0))
+        return self.noise_stddev * (1.0 if self.steps is None else self.steps.upload_noise)
 
     @property
     def upload_sensitivity(self) -> float:
@@ -185,12 +170,23 @@ class RecordLevelTerms(Checked):
         return diameter if self.steps is None else min(diameter, self.steps.upload_sensitivity)
 
 
+def noised_values(clipping_norm: float, steps: ClippedSteps | None) -> tuple[float, int]:
+    """Return the sensitivity of a noised value, and how many of a round may use the same record.
+
+    The noised values are local steps or, without ``steps``, whole clipped models. Models trained on
+    neighbouring data may lie at opposite ends of the ball.
+    """
+    return (2 * clipping_norm, 1) if steps is None else (steps.sensitivity, steps.uses_per_round)
+
+
 def record_level_guarantees(terms: RecordLevelTerms, run: RunSummary) -> list[Guarantee]:
     """Return the published and the provable guarantee for one record of any client.
 
     Both guarantees count one upload of every client in every round.
     """
-    steps, moved, rounds = terms.steps, terms.upload_sensitivity, run.participations.rounds
+    steps, rounds = terms.steps, run.participations.rounds
+    moved, uses = noised_values(terms.clipping_norm, steps)
+    loss = gaussian_loss(terms.noise_stddev / moved, releases=rounds * uses, delta=terms.delta)
     claims = Claims(
         unit=PrivacyUnit.RECORD,
         relation=NeighboringRelation.REPLACE_ONE,
@@ -209,13 +205,11 @@ def record_level_guarantees(terms: RecordLevelTerms, run: RunSummary) -> list[Gu
         not_covered=run.not_covered,
     )
     if steps is None:
-        loss = gaussian_loss(terms.noise_stddev / moved, releases=rounds, delta=terms.delta)
         source = f"{rounds} uploads, sensitivity 2C = {moved:.4g}"
     else:
-        loss = steps.loss(terms.noise_stddev, delta=terms.delta, rounds=rounds)
         source = (
-            f"{rounds} rounds of {steps.local_steps} noised steps, {steps.uses_per_round} of "
-            f"them with any one record, sensitivity 2ηG/B = {steps.sensitivity:.4g} of a step"
+            f"{rounds} rounds of {steps.local_steps} noised steps, {uses} of them with any one "
+            f"record, sensitivity 2ηG/B = {moved:.4g} of a step"
         )
     provable = claims.provable(AdversaryView.EACH_UPLOAD, loss, source)
     return [_eqns_7_8(terms, claims, rounds), provable]

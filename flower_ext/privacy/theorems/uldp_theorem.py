@@ -320,7 +320,7 @@ def drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
     against it, and it can subtract its own share of the noise. This ε counts every user as drawn in
     every round, because the server does not know the real draws.
     """
-    assert mechanism.masked is not None  # see `uldp.plan_checks.check_silos_can_draw`
+    assert mechanism.masked is not None  # `UldpAvg` checks it
     parameters = mechanism.masked.parameters
     others = parameters.honest_answers - 1
     of_others = mechanism.noise_multiplier * math.sqrt(others / parameters.least_answers)

@@ -302,37 +302,32 @@ def _output_guarantees(
     delta: float,
 ) -> list[Guarantee]:
     """Return the guarantees of output perturbation, given the two ε of each client."""
-    published, provable = _columns(by_client)
+    tau = perturbation.clipping_norm
     sizes = [run.num_examples.get(client) for client in by_client]
-    reason, conditions = _sensitivity_of_all(perturbation, objective, sizes)
     moves = [clipped_model_sensitivity(perturbation, objective, size) for size in sizes]
+    sensitivity = f"sensitivity 2τ = {2 * tau:.4g}"
+    if (largest := max(moves, default=2 * tau)) < 2 * tau:
+        sensitivity = f"sensitivity 2u₁/(|D_i|μ), at most {largest:.4g}"
+    condition = Condition(
+        f"one record moves a clipped local model by at most τ/|D_i| (what holds is {sensitivity})",
+        all(size is not None and m <= tau / size for size, m in zip(sizes, moves, strict=True)),
+    )
     # A client whose training fails sends the received model, far from the minimiser of its
     # neighbour. Only the diameter of the ball, 2τ, bounds that distance.
-    ends = (_ENDS,) if min(moves, default=math.inf) < 2 * perturbation.clipping_norm else ()
-    claims = _claims(run, delta, *ends, arithmetic=assumptions.ON_A_GRID)
-    largest = max(provable, default=0.0)
-    return [
-        claims.published(
-            AdversaryView.EACH_UPLOAD,
-            max(published, default=0.0),
-            accountant="closed form (moments accountant)",
-            source=f"{_SOURCE} 6.2; {_spread(published)}",
-            conditions=conditions,
-            not_covered=tuple(run.not_covered),
-        ),
-        claims.provable(
-            AdversaryView.EACH_UPLOAD,
-            PrivacyLoss(epsilon=largest, delta=delta, accountant=EXACT_GAUSSIAN),
-            f"{reason}; {_spread(provable)}",
-        ),
-    ]
+    ends = (_ENDS,) if min(moves, default=math.inf) < 2 * tau else ()
+    return _of_both_bases(
+        _claims(run, delta, *ends, arithmetic=assumptions.ON_A_GRID),
+        by_client,
+        sources=(f"{_SOURCE} 6.2", sensitivity),
+        accountants=("closed form (moments accountant)", EXACT_GAUSSIAN),
+        conditions=((condition,), ()),
+    )
 
 
 def _objective_guarantees(
     objective: LocalObjective, run: RunSummary, by_client: Mapping[int, tuple[float, float]]
 ) -> list[Guarantee]:
     """Return the guarantees of objective perturbation, at δ = 0, given the two ε of each client."""
-    published, provable = _columns(by_client)
     # One guarantee for all clients: it must hold for the client with the fewest records.
     fewest = min((run.num_examples.get(client, 0) for client in by_client), default=0)
     conditions = (
@@ -347,31 +342,45 @@ def _objective_guarantees(
         arithmetic="floating point acts like real numbers (not proven against attacks on "
         "low-order bits)",
     )
+    return _of_both_bases(
+        claims,
+        by_client,
+        sources=(f"{_SOURCE} 6.3", f"{_SOURCE} 6.3"),
+        accountants=("closed form (pure DP)", "sum over releases (pure DP)"),
+        conditions=(conditions, conditions),
+    )
+
+
+def _of_both_bases(
+    claims: Claims,
+    by_client: Mapping[int, tuple[float, float]],
+    *,
+    sources: tuple[str, str],
+    accountants: tuple[str, str],
+    conditions: tuple[tuple[Condition, ...], tuple[Condition, ...]],
+) -> list[Guarantee]:
+    """Return the published guarantee and the provable one, each with the largest ε of all clients.
+
+    Every pair belongs to these two guarantees.
+    """
+    published, provable = zip(*by_client.values(), strict=True) if by_client else ((), ())
     largest = max(provable, default=0.0)
     return [
         claims.published(
             AdversaryView.EACH_UPLOAD,
             max(published, default=0.0),
-            accountant="closed form (pure DP)",
-            source=f"{_SOURCE} 6.3; {_spread(published)}",
-            conditions=conditions,
-            not_covered=tuple(run.not_covered),
+            accountant=accountants[0],
+            source=f"{sources[0]}; {_spread(published)}",
+            conditions=conditions[0],
+            not_covered=tuple(claims.not_covered),
         ),
         claims.provable(
             AdversaryView.EACH_UPLOAD,
-            PrivacyLoss(epsilon=largest, delta=0.0, accountant="sum over releases (pure DP)"),
-            f"{_SOURCE} 6.3; {_spread(provable)}",
-            conditions=conditions,
+            PrivacyLoss(epsilon=largest, delta=claims.delta, accountant=accountants[1]),
+            f"{sources[1]}; {_spread(provable)}",
+            conditions=conditions[1],
         ),
     ]
-
-
-def _columns(
-    by_client: Mapping[int, tuple[float, float]],
-) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the published ε of all clients, and the provable ε of all clients."""
-    published, provable = zip(*by_client.values(), strict=True) if by_client else ((), ())
-    return published, provable
 
 
 def _claims(run: RunSummary, delta: float, *of_training: str, arithmetic: str) -> Claims:
@@ -391,22 +400,6 @@ def _claims(run: RunSummary, delta: float, *of_training: str, arithmetic: str) -
         ),
         not_covered=run.not_covered,
     )
-
-
-def _sensitivity_of_all(
-    perturbation: OutputPerturbation, objective: LocalObjective, sizes: Sequence[int | None]
-) -> tuple[str, tuple[Condition, ...]]:
-    """Return Theorem 6.2's condition, after a text about the largest sensitivity of all clients."""
-    tau = perturbation.clipping_norm
-    moves = [clipped_model_sensitivity(perturbation, objective, size) for size in sizes]
-    text = f"sensitivity 2τ = {2 * tau:.4g}"
-    if (largest := max(moves, default=2 * tau)) < 2 * tau:
-        text = f"sensitivity 2u₁/(|D_i|μ), at most {largest:.4g}"
-    holds = all(
-        size is not None and moved <= tau / size for size, moved in zip(sizes, moves, strict=True)
-    )
-    claimed = f"one record moves a clipped local model by at most τ/|D_i| (what holds is {text})"
-    return text, (Condition(claimed, holds),)
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -9,6 +9,6 @@
 ===============  ====================================================================
 """
 
-from flower_ext.training.models.architectures import HeadedModel, build, parameter_count
+from flower_ext.training.models.architectures import HeadedModel, build
 
-__all__ = ["HeadedModel", "build", "parameter_count"]
+__all__ = ["HeadedModel", "build"]

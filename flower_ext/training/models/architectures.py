@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -143,8 +142,3 @@ def build(name: str, *, num_classes: int | None = None) -> HeadedModel:
     if num_classes < 1:
         raise InvalidValue(f"num_classes={num_classes!r}: expected at least 1")
     return _MODELS[name](num_classes=num_classes)
-
-
-def parameter_count(model: nn.Module) -> int:
-    """Return the number of scalars in the parameters, trained or frozen."""
-    return sum(torch.numel(p) for p in model.parameters())

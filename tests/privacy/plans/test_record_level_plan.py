@@ -74,7 +74,8 @@ def test_published_and_provable_are_those_of_the_calibrations(steps):
     if steps is None:
         loss = gaussian_loss(0.1 / 40.0, releases=30, delta=0.01)
     else:
-        loss = steps.loss(0.1, delta=0.01, rounds=30)
+        releases = 30 * steps.uses_per_round
+        loss = gaussian_loss(0.1 / steps.sensitivity, releases=releases, delta=0.01)
     assert epsilons(the_plan, 30) == {"published": published, "provable": loss.epsilon}
     spent = the_plan.spent(run_summary(rounds=30))
     assert spent == {"epsilon_published": published, "epsilon_provable": loss.epsilon}

@@ -3,9 +3,21 @@
 import numpy as np
 import pytest
 
-from flower_ext.privacy import gaussian_loss
+from flower_ext.privacy import FullParticipation, RecordLevelPlan, gaussian_loss
 from flower_ext.privacy.theorems.dp_ditto_theorem import composed_noise_stddev
 from tests.support.plans import steps
+
+
+def plan_with(clipped_steps, *, epsilon=3.0, rounds=10):
+    return RecordLevelPlan.for_target(
+        epsilon=epsilon,
+        delta=1e-3,
+        sampling=FullParticipation(20),
+        num_examples=clipped_steps.num_examples,
+        rounds=rounds,
+        clipping_norm=1.0,
+        steps=clipped_steps,
+    )
 
 
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 10.0, 100.0])
@@ -32,9 +44,13 @@ def test_each_noised_step_is_a_release_of_the_records_it_uses():
     ]
     assert full.sensitivity == pytest.approx(2 * 0.1 * 2.0 / 50)
     assert batches.sensitivity == pytest.approx(5 * full.sensitivity)
-    spent = full.loss(0.05, delta=1e-3, rounds=8).epsilon
-    same = gaussian_loss(0.05 / full.sensitivity, releases=40, delta=1e-3).epsilon
-    assert spent == pytest.approx(same, rel=1e-12)
+
+
+@pytest.mark.parametrize("bad", [{"rounds": 0}, {"epsilon": -1}])
+def test_a_target_out_of_range_is_refused_with_clipped_steps(bad):
+    ((name, value),) = bad.items()
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        plan_with(steps(), **bad)
 
 
 def clipped_step(u, records, s):
@@ -65,11 +81,8 @@ def test_neighbours_stay_within_the_sensitivity_of_one_step_and_of_several():
 
 
 def test_k_full_noised_steps_leave_k_times_one_steps_noise():
-    target = {"epsilon": 3.0, "delta": 1e-3, "rounds": 10}
-    stddevs = []
-    for s in (steps(), steps(local_steps=9)):
-        stddevs.append(s.upload_stddev(s.noise_stddev(**target)))
-    assert stddevs[1] == pytest.approx(9 * stddevs[0], rel=1e-12)
+    one, nine = (plan_with(steps(local_steps=number)).upload_stddev for number in (1, 9))
+    assert nine == pytest.approx(9 * one, rel=1e-12)
 
 
 @pytest.mark.parametrize(("rate", "bound", "number"), [(0.1, 2.0, 3), (5.0, 3.0, 4), (2.0, 0.1, 2)])

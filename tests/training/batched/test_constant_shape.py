@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from flower_ext.data import Examples
-from flower_ext.training import Job, LocalTraining, cox_loss
+from flower_ext.training import Job, LocalTraining
 from flower_ext.training.batched import many
 from flower_ext.training.batched.constant_shape import SIZES as STACKS
 from flower_ext.training.batched.constant_shape import ConstantStack, Shape
 from flower_ext.training.batched.many import train_groups
 from flower_ext.training.isolation import products_are_reproducible
+from tests.support.apps import ULDP_FL
 from tests.support.grids import grid
 from tests.support.jobs import (
     SGD,
@@ -26,6 +27,8 @@ from tests.support.jobs import (
     problem,
     same,
 )
+
+cox_loss = ULDP_FL.module("survival").cox_loss
 
 SIZES = [33, 9, 20, 3, 1, 12, 40, 8, 9, 16]
 UNSTABLE = LocalTraining(epochs=4, batch_size=10, learning_rate=1.0, momentum=0.9)

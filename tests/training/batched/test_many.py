@@ -18,7 +18,6 @@ from flower_ext.training import (
     Proximal,
     StepNoise,
     Task,
-    cox_loss,
     evaluate,
     train,
     train_each,
@@ -26,6 +25,7 @@ from flower_ext.training import (
 from flower_ext.training.batched.many import attempt_groups, train_groups
 from flower_ext.training.batched.mapped import MappedModel
 from flower_ext.training.batched.stack import jobs_that_fit
+from tests.support.apps import ULDP_FL
 from tests.support.grids import grid
 from tests.support.jobs import (
     ALIKE,
@@ -45,6 +45,8 @@ from tests.support.jobs import (
     train_many,
     train_one,
 )
+
+cox_loss = ULDP_FL.module("survival").cox_loss
 
 
 @pytest.mark.parametrize("sizes", [ALIKE, UNEVEN], ids=["alike", "uneven"])

@@ -16,14 +16,16 @@ from flower_ext.training import (
     ClippedGradient,
     DpSgdTraining,
     Task,
-    cox_loss,
     train_dp_sgd,
 )
 from flower_ext.training.dp import dp_sgd
 from flower_ext.training.single_examples import layers
+from tests.support.apps import ULDP_FL
 from tests.support.grids import grid
 from tests.support.jobs import problem
 from tests.support.reference.clipped_gradient import by_loop
+
+cox_loss = ULDP_FL.module("survival").cox_loss
 
 
 def dense():

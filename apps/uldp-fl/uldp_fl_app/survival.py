@@ -1,34 +1,11 @@
-"""A loss and a metric for tasks, beside those of `torch.nn.functional`."""
+"""The loss and the metric of survival times."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
-
-from flower_ext.errors import InvalidValue
-
-
-def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Return the fraction of rows of ``outputs`` (n, classes) whose largest entry is the target.
-
-    Raises
-    ------
-    ValueError
-        Outputs or targets are not a single tensor, or targets are not class numbers.
-    """
-    for name, tree in (("outputs", outputs), ("targets", targets)):
-        if not isinstance(tree, Tensor):
-            raise InvalidValue(
-                f"accuracy with {name} of type {type(tree).__name__}: expected one tensor. Give "
-                "Task(metrics={...}) a metric that reads your type, such as lambda outputs, "
-                "targets: accuracy(outputs.logits, targets)"
-            )
-    if targets.is_floating_point():
-        raise InvalidValue(
-            f"accuracy with targets of type {targets.dtype}: expected class numbers. Give "
-            "Task(metrics={...}) a metric that suits your targets"
-        )
-    return float((outputs.argmax(dim=1) == targets).float().mean())
 
 
 def cox_loss(scores: Tensor, targets: Tensor, present: Tensor | None = None) -> Tensor:
@@ -62,3 +39,34 @@ def cox_loss(scores: Tensor, targets: Tensor, present: Tensor | None = None) -> 
     risks = torch.where(at_risk, scores.unsqueeze(0), -torch.inf)
     losses = torch.logsumexp(risks, dim=1) - scores
     return (losses * event).sum() / event.sum().clamp(min=1)
+
+
+def concordance_index(scores: Tensor, targets: Tensor) -> float:
+    """Return Harrell's concordance index: the fraction of comparable pairs in the right order.
+
+    Two patients are comparable if one patient had the event while the other was still observed. If
+    both times are equal, the patient without the event counts as observed for longer. A pair is in
+    the right order if the patient with the event has the higher score. Equal scores count half. The
+    result is NaN if no pair is comparable, or if a value is NaN.
+
+    Parameters
+    ----------
+    scores : Tensor
+        Risks (n,) or (n, 1), on any increasing scale.
+    targets : Tensor
+        (n, 2): time, and 1 for an event or 0 for the end of observation.
+    """
+    scores = scores.flatten()
+    if scores.isnan().any() or targets.isnan().any():
+        return math.nan
+    time, event = targets[:, 0], targets[:, 1] > 0
+    longer = (time.unsqueeze(0) > time.unsqueeze(1)) | (
+        (time.unsqueeze(0) == time.unsqueeze(1)) & ~event.unsqueeze(0)
+    )
+    comparable = event.unsqueeze(1) & longer
+    pairs = int(comparable.sum())
+    if pairs == 0:
+        return math.nan
+    first, second = scores.unsqueeze(1), scores.unsqueeze(0)
+    right = (comparable & (first > second)).sum() + 0.5 * (comparable & (first == second)).sum()
+    return float(right) / pairs
