@@ -15,7 +15,7 @@ from itertools import product
 
 from benchmarks.command_line import experiment_parser
 from benchmarks.report.rows import store_rows
-from benchmarks.runs import Config, Experiment, last_value
+from benchmarks.runs import Config, Experiment, last_value, mean_and_std
 from flower_ext.privacy import (
     CorrelatedNoise,
     PoissonSampling,
@@ -23,7 +23,6 @@ from flower_ext.privacy import (
     calibrate_noise_multiplier,
 )
 from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix
-from flower_ext.runs.comparison import mean_and_std
 from flower_ext.runs.page import table
 
 POPULATIONS = (

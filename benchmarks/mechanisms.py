@@ -19,11 +19,10 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.command_line import experiment_parser, parse_overrides
-from benchmarks.runs import Config, Experiment, last_values, run
+from benchmarks.runs import Config, Experiment, last_values, mean_and_std, run
 from flower_ext.files import write_whole
 from flower_ext.privacy import AdversaryView, epsilon_text
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.comparison import mean_and_std
 from flower_ext.runs.page import table
 
 DEFAULT: Config = {

@@ -213,6 +213,12 @@ def mean_and_error(values: Sequence[float], digits: int = 4, sign: str = "+") ->
     return f"{statistics.mean(values):{sign}.{digits}f} ± {standard_error(values):.{digits}f}"
 
 
+def mean_and_std(values: Sequence[float], *, digits: int = 3) -> str:
+    """Return ``mean ± sample standard deviation``, or just the value if there is only one."""
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
+
+
 def _mean_or_worst(scores: Iterable[float]) -> float:
     mean = statistics.fmean(scores)
     return -math.inf if math.isnan(mean) else mean

@@ -20,9 +20,8 @@ from benchmarks.ditto.experiment import (
 )
 from benchmarks.report.rows import rows_of, store_rows
 from benchmarks.report.tables.ditto import rounds_table, series_table
-from benchmarks.runs import Config, Experiment, last_value, last_values
+from benchmarks.runs import Config, Experiment, last_value, last_values, mean_and_std
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.comparison import mean_and_std
 from flower_ext.runs.figures import Line
 from flower_ext.runs.page import table
 from flower_ext_planner.convergence import convergence_bound

@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.runs import app_module
+from benchmarks.runs import app_module, mean_and_std
 from flower_ext.data import Examples
 from flower_ext.metrics import average_precision, roc_auc
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.comparison import mean_and_std
 from flower_ext.training.models import build
 
 RARE_CLASS = ("balanced accuracy", "ROC-AUC", "average precision")

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from benchmarks.runs import Experiment, differences, last_value, last_values, mean_and_error
+from benchmarks.runs import (
+    Experiment,
+    differences,
+    last_value,
+    last_values,
+    mean_and_error,
+    mean_and_std,
+)
 from benchmarks.uldp.experiment import (
     DELTA,
     FIGURE_OF,
@@ -22,7 +29,6 @@ from benchmarks.uldp.problems import panels_of
 from benchmarks.uldp.rare_class import RARE_CLASS, rare_class_cells
 from flower_ext.privacy import epsilon_text
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.comparison import mean_and_std
 from flower_ext.runs.page import table
 
 

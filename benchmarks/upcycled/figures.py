@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from benchmarks.runs import Config, Experiment, preset_settings
+from benchmarks.runs import Config, Experiment, mean_and_std, preset_settings
 from benchmarks.upcycled.experiment import (
     METHODS,
     SYNTHETIC,
@@ -25,7 +25,6 @@ from benchmarks.upcycled.experiment import (
 )
 from flower_ext.privacy import Guarantee, epsilon_text
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.comparison import mean_and_std
 from flower_ext.runs.page import table
 
 EXACT = ("fedavgm", "fedprox", "fedyogi")

@@ -251,8 +251,9 @@ class Upcycled(Strategy):
         return self.base.aggregate_evaluate(server_round, replies)
 
     def summary(self) -> None:
-        """Log the coefficient, then the base's own summary."""
-        log.info("Upcycled · coefficient %s", self.coefficient)
+        """Log the coefficient and which rounds release anything, then the base's own summary."""
+        rounds = "even rounds reuse models: N rounds spend N/2 releases, so plan for N/2"
+        log.info("Upcycled · coefficient %s · %s", self.coefficient, rounds)
         self.base.summary()
 
     def start(self, *arguments: Any, **options: Any) -> Result:

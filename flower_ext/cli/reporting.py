@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markdown import Markdown
 
-from flower_ext.cli.screen import console, say
+from flower_ext.cli.screen import Page, console, say
 from flower_ext.runs.comparison import write_comparison
 from flower_ext.runs.directory import RunDirectory
 from flower_ext.runs.report import account_text, write_report
@@ -30,7 +29,6 @@ def report(
     if len(opened) == 1:
         path = write_report(opened[0])
     else:
-        output.mkdir(parents=True, exist_ok=True)
         path = write_comparison(opened, output, title="Comparison of runs")
     say(str(path.absolute()))
 
@@ -50,4 +48,4 @@ def ledger(
 
     Example: flower-ext ledger hospital.jsonl
     """
-    console.print(Markdown(account_text(path, epsilon, delta)))
+    console.print(Page(account_text(path, epsilon, delta)))

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable
+from typing import ClassVar
 
 import click
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markdown import Markdown, TableElement
 from rich.markup import escape
 from rich.table import Column, Table
 from typer.core import TyperCommand
 
 from flower_ext.errors import FlowerExtError, InvalidValue
 
-console = Console()
+# A file or a pipe has no width of its own: with 120 columns, tables need not break words.
+console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
 _errors = Console(stderr=True)
 
 
@@ -21,6 +26,20 @@ def titled_table(title: str, columns: Iterable[str]) -> Table:
     """Return an empty table whose columns wrap long words, so that no text is cut off."""
     headers = (Column(name, overflow="fold") for name in columns)
     return Table(*headers, title=title, title_justify="left")
+
+
+class _FoldedTable(TableElement):
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for table in super().__rich_console__(console, options):
+            for column in getattr(table, "columns", ()):
+                column.overflow = "fold"
+            yield table
+
+
+class Page(Markdown):
+    """A text in Markdown, whose tables wrap long words, so that no text is cut off."""
+
+    elements: ClassVar = {**Markdown.elements, "table_open": _FoldedTable}
 
 
 def say(text: str) -> None:

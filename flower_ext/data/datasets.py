@@ -158,8 +158,8 @@ def find_files(
     alternatives = "".join(f"\n  - {', '.join(paths)}" for paths in files)
     raise DataNotFound(
         f"data-folder={str(root or '')!r}: expected a folder with the data set {name!r}, as one of"
-        f"{alternatives}\nAny file may be gzipped, with a name that ends in .gz. The environment "
-        f"variable {FOLDER_VARIABLE} may name the folder. {advice}".rstrip()
+        f"{alternatives}\nAny file may be gzipped, with a name that ends in .gz. Name the "
+        f"folder by data-folder or the environment variable {FOLDER_VARIABLE}. {advice}".rstrip()
     )
 
 

@@ -6,6 +6,7 @@ is in `round` and `query_round`, and is the same for every method.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import getLogger
 from pathlib import Path
@@ -218,7 +219,10 @@ class FederatedStrategy(Strategy):
     def summary(self) -> None:
         """Log the method, its plan and its sums."""
         run = self.run
-        log.info("%s · %s", run.method.label, run.plan.describe())
+        label = run.method.label
+        if run.mechanism.delta is None:  # without noise, DPDitto is Ditto
+            label = re.sub("^DP(?=[A-Z])", "", label)
+        log.info("%s · %s", label, run.plan.describe())
         if description := run.summation.describe():
             log.info("%s", description)
         if advice := run.method.server.advice(run.method.mean_noise(run.mechanism)):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flower_ext.metrics import summarize
+from flower_ext.metrics import Spread, summarize
 from flower_ext.privacy import AdversaryView, Guarantee, epsilon_text
 from flower_ext.runs.directory import NotARun, RunDirectory
 from flower_ext.runs.figures import Chart, Line, cumulative, draw_lines
@@ -20,7 +20,7 @@ class _Measured:
 
     def __init__(self, run: RunDirectory) -> None:
         self.path, self.status, self.config = run.path, run.status, run.config
-        self.rounds, self.clients = run.metrics(), run.client_metrics()
+        self.rounds, clients = run.metrics(), run.client_metrics()
         self.guarantees = run.guarantees()
         # Completed rounds count, not planned ones.
         made = {"rounds": int(self.rounds.last)} if "rounds" in self.config else {}
@@ -28,10 +28,22 @@ class _Measured:
         method = str(self.config.get("method", self.path.name))
         self.method = f"{method}, upcycled" if self.config.get("upcycled") else method
         # A secure evaluation released a mean and its error, and no client's score.
-        self.noised: tuple[float, float] | None = None
-        scores = self.rounds.noised_scores()
-        if scores is not None and "accuracy" in scores.means:
-            self.noised = scores.means["accuracy"], scores.errors["accuracy"]
+        self.spread: Spread | None = None
+        if (noised := self.rounds.noised_scores().get("accuracy")) is not None:
+            _, self.accuracy, self.noise_error = noised
+        elif all("accuracy" in row for row in clients or [{}]):
+            self.spread = summarize([row["accuracy"] for row in clients])
+            self.accuracy, self.noise_error = self.spread.mean, 0.0
+        else:
+            raise NotARun(
+                f"{run.path} lacks the accuracy of its clients (clients.csv), so there is nothing "
+                "to compare; name a run that evaluated its clients"
+            )
+        if self.status not in ("completed", "budget-exhausted"):
+            raise NotARun(
+                f"run {self.path} is {self.status}: expected a run that has ended; leave it out, "
+                "or resume it"
+            )
 
 
 def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) -> Path:
@@ -43,32 +55,18 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
     """
     # A run that counted twice would make the deviation over runs too small.
     measured = [_Measured(run) for run in {run.path.resolve(): run for run in runs}.values()]
-    for run in measured:
-        accurate = all("accuracy" in row for row in run.clients or [{}])
-        if not accurate and run.noised is None:
-            raise NotARun(
-                f"{run.path} lacks the accuracy of its clients (clients.csv), so there is nothing "
-                "to compare; name a run that evaluated its clients"
-            )
-        if run.status not in ("completed", "budget-exhausted"):
-            raise NotARun(
-                f"run {run.path} is {run.status}: expected a run that has ended; leave it out, or "
-                f"resume it"
-            )
     groups = _grouped(measured)
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [_row(name, members) for name, members in groups.items()]
+    first = next(iter(groups.values()))
+    rows = [_row(name, members, first) for name, members in groups.items()]
+    columns = [name for name in rows[0] if any(row[name] != "–" for row in rows)]
     return write_page(
         folder,
         "comparison",
         title=title,
-        columns=list(rows[0]),
-        rows=[list(row.values()) for row in rows],
-        sources=sorted(
-            {str(source) for run in measured if (source := run.config.get("data-source"))}
-        ),
-        has_noised_scores=any(run.noised is not None for run in measured),
-        stopped_early=[run.path.name for run in measured if run.status == "budget-exhausted"],
+        columns=columns,
+        rows=[[row[name] for name in columns] for row in rows],
+        runs=measured,
         figures=_figures(groups, folder / "figures"),
     )
 
@@ -87,7 +85,8 @@ def _grouped(runs: Sequence[_Measured]) -> dict[str, list[_Measured]]:
         others = [other.settings for other in runs if other.method == run.method]
         names = dict.fromkeys(name for config in others for name in config)
         changes = [
-            f"{name}={run.settings.get(name, '–')}"
+            # The first sentence about the data suffices to tell them apart.
+            f"{name}={str(run.settings.get(name, '–')).partition('. ')[0]}"
             for name in names
             if name not in NOT_COMPARED
             and any(config.get(name) != others[0].get(name) for config in others)
@@ -96,15 +95,11 @@ def _grouped(runs: Sequence[_Measured]) -> dict[str, list[_Measured]]:
     return groups
 
 
-def _row(name: str, runs: Sequence[_Measured]) -> dict[str, object]:
-    noised = [scores for run in runs if (scores := run.noised) is not None]
-    spreads = [
-        summarize([row["accuracy"] for row in run.clients]) for run in runs if run.noised is None
-    ]
-    accuracy = mean_and_std([*(s.mean for s in spreads), *(mean for mean, _ in noised)])
-    if noised:
-        error = sum(error**2 for _, error in noised) ** 0.5 / len(runs)
-        accuracy += f" (± {error:.2g} by noise)"
+def _row(name: str, runs: Sequence[_Measured], first: Sequence[_Measured]) -> dict[str, object]:
+    """Return a row of the table; ``first`` are the runs of its first row."""
+    spreads = [run.spread for run in runs if run.spread is not None]
+    noise_error = sum(run.noise_error**2 for run in runs) ** 0.5 / len(runs)
+    by_noise = f" (± {noise_error:.2g} by noise)" if noise_error else ""
 
     def mean(*names: str) -> float:
         return sum(run.rounds.total(*names) for run in runs) / len(runs)
@@ -112,11 +107,12 @@ def _row(name: str, runs: Sequence[_Measured]) -> dict[str, object]:
     return {
         "method": name,
         "runs": len(runs),
-        "accuracy": accuracy,
+        "accuracy": mean_and_error([run.accuracy for run in runs]) + by_noise,
+        "difference to the first row": "–" if runs is first else _paired_difference(runs, first),
         "ε provable": _epsilon(runs, "provable"),
         "ε published": _epsilon(runs, "published"),
-        "worst tenth": "–" if noised else mean_and_std([s.worst_decile for s in spreads]),
-        "std over clients": "–" if noised else mean_and_std([s.std for s in spreads]),
+        "worst tenth": mean_and_error([s.worst_decile for s in spreads]),
+        "std over clients": mean_and_error([s.std for s in spreads]),
         "messages": f"{mean('messages'):.0f}",
         "MB": f"{mean('bytes_down', 'bytes_up') / 1e6:.2f}",
         "seconds": f"{mean('training_seconds'):.1f}",
@@ -164,10 +160,29 @@ def _figures(groups: Mapping[str, Sequence[_Measured]], folder: Path) -> dict[st
     return {chart.title: draw_lines(folder, name, chart) for name, chart in charts.items()}
 
 
-def mean_and_std(values: Sequence[float], *, digits: int = 3) -> str:
-    """Return ``mean ± sample standard deviation``, or just the value if there is only one."""
-    mean = f"{np.mean(values):.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ± {np.std(values, ddof=1):.{digits}f}"
+def _paired_difference(runs: Sequence[_Measured], first: Sequence[_Measured]) -> str:
+    """Return the mean difference in accuracy between runs of the same seed; "–" without such.
+
+    A seed of 0 stands for secret draws, which no two runs share.
+    """
+    accuracies = {run.config.get("seed"): run.accuracy for run in first}
+    differences = [
+        run.accuracy - accuracies[seed]
+        for run in runs
+        if (seed := run.config.get("seed")) and seed in accuracies
+    ]
+    seeds = f" ({len(differences)} seed{'s' if len(differences) > 1 else ''})"
+    return mean_and_error(differences, sign="+") + seeds if differences else "–"
+
+
+def mean_and_error(values: Sequence[float], *, sign: str = "") -> str:
+    """Return ``mean ± standard error``; just the mean of one value, and "–" without values."""
+    if not values:
+        return "–"
+    mean = f"{np.mean(values):{sign}.3f}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {np.std(values, ddof=1) / len(values) ** 0.5:.3f}"
 
 
 def _epsilon(runs: Sequence[_Measured], basis: str) -> str:

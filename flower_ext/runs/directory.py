@@ -31,7 +31,6 @@ import math
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -63,22 +62,12 @@ _ENDED = ("reason", "finished", "summary", "accounted")
 _PACKAGES = ("flower-ext", "flwr", "torch", "numpy", "opacus", "dp-accounting", "ray")
 
 
+NoisedNumber = tuple[int, float, float]
+"""A number that a query released: the round, the value, and the standard error due to noise."""
+
+
 class NotARun(InvalidValue):
     """A path is not a run directory, cannot become one, or holds a file that cannot be read."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoisedScores:
-    """Scores that a secure evaluation released after a round: means over all clients, with noise.
-
-    ``clients`` is the number of these clients, with noise. ``errors`` are the standard errors that
-    the noise gives to ``means``.
-    """
-
-    round: int
-    clients: float
-    means: Mapping[str, float]
-    errors: Mapping[str, float]
 
 
 class Rounds(list[dict[str, float]]):
@@ -98,19 +87,23 @@ class Rounds(list[dict[str, float]]):
         """Return the sum of the metrics ``names`` over all rounds."""
         return sum(row.get(name, 0) for row in self for name in names)
 
-    def noised_scores(self) -> NoisedScores | None:
-        """Return the last noised scores; None if no secure evaluation released any."""
-        for row in reversed(self):
-            if "scored_clients" in row:
-                end = "_mean_error"
-                names = [key.removesuffix(end) for key in row if key.endswith(end)]
-                return NoisedScores(
-                    round=int(row["round"]),
-                    clients=row["scored_clients"],
-                    means={name: row[f"{name}_mean"] for name in names},
-                    errors={name: row[name + end] for name in names},
-                )
-        return None
+    def noised(self) -> dict[str, NoisedNumber]:
+        """Return the newest value of each number ``x`` that has a standard error ``x_error``."""
+        return {
+            name: (int(row["round"]), row[name], row[f"{name}_error"])
+            for row in self
+            for name in row
+            if f"{name}_error" in row
+        }
+
+    def noised_scores(self) -> dict[str, NoisedNumber]:
+        """Return the means that the last secure evaluation released, by the scores' names."""
+        evaluated = self.series("scored_clients")[0][-1:]
+        return {
+            name.removesuffix("_mean"): number
+            for name, number in self.noised().items()
+            if name.endswith("_mean") and number[0] in evaluated
+        }
 
 
 class RunDirectory:

@@ -52,7 +52,7 @@ _RUN_COLUMNS = ("run", "method", "rounds", "δ", *(f"ε: {words}" for words in _
 
 def write_report(run: RunDirectory) -> Path:
     """Write ``report.md`` and ``report.html`` into the run directory; return the HTML's path."""
-    rounds, status, config = run.metrics(), run.status, run.config
+    rounds, config = run.metrics(), run.config
     method, on = config.get("method", "Run"), config.get("dataset")
     account, study = Path(str(config.get("budget-ledger") or "")), None
     if account.is_file():  # read now, so that the last run's report covers all runs
@@ -62,13 +62,7 @@ def write_report(run: RunDirectory) -> Path:
         "report",
         title=f"{method} on {on}" if on is not None else str(method),
         run=run,
-        status=status,
-        reason=run.metadata.get("reason"),
-        is_finished=status in ("completed", "budget-exhausted"),
-        resumed_after=[start["after_round"] for start in run.metadata["starts"][1:]],
         rounds=rounds,
-        total=rounds.total,
-        withdrawn=max(rounds.series("withdrawn")[1], default=0),
         figures=draw_figures(run, run.path / "figures"),
         missing=[
             (
@@ -91,7 +85,7 @@ def _score_values(rounds: Rounds, clients: Sequence[Mapping[str, float]]) -> dic
         if (scores := [row[name] for row in clients if name in row])
     }
     evaluated = rounds.series("evaluation_messages")[0]
-    scored = evaluated if noised is None else [noised.round]
+    scored = [number for number, _, _ in noised.values()] or evaluated
     return {
         "num_clients": len(clients),
         "spreads": {
@@ -99,36 +93,27 @@ def _score_values(rounds: Rounds, clients: Sequence[Mapping[str, float]]) -> dic
             for name, scores in by_name.items()
         },
         "counts": {name: len(scores) for name, scores in by_name.items()},
-        "pooled": next(reversed(rounds.series("accuracy_pooled")[1]), None),
         "noised": noised,
         "in_words": in_words,
         "is_loss": is_loss,
         "few": list(reported_by_few(clients).items())[:10],
-        "evaluated": evaluated,
         "scored_round": scored[-1] if scored and scored[-1] != rounds.last else None,
-        "last_round": rounds.last,
     }
 
 
 def _privacy_values(run: RunDirectory, rounds: Rounds) -> dict[str, Any]:
     guarantees = sorted(run.guarantees(), key=lambda each: each.basis == "published")
-    published = [each for each in guarantees if each.basis == "published"]
     proved = [each for each in guarantees if each.basis == "provable" and each.epsilon < inf]
     entries = run.ledger()
     with_epsilon = (row for row in rounds if any(n.startswith("epsilon_") for n in row))
-    num_trained = sum(row.get("messages", 0) > 0 for row in rounds)
-    reserved = sum(entry["kind"] == RESERVE for entry in entries)
     return {
-        "num_training_rounds": num_trained,
+        "num_training_rounds": sum(row.get("messages", 0) > 0 for row in rounds),
         "guarantees": guarantees,
         "proved": proved,
         "only_if": _only_if,
-        "large_delta": next((each.large_delta for each in proved if each.large_delta), None),
         "lines": [_line(each) for each in guarantees],
-        "claims_too_much": not all(each.conditions_hold for each in published),
         "accounted_round": max((row["round"] for row in with_epsilon), default=0),
         "spent_beyond": _spent_beyond(entries, guarantees),
-        "lacking": num_trained - reserved if run.ledger_path.exists() else 0,
         "entries": entries,
         "ledger_counts": _ledger_counts(entries),
     }

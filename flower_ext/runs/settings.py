@@ -33,6 +33,7 @@ from flower_ext.checks import ProperFraction as ProperFraction
 from flower_ext.checks import Rule as Rule
 from flower_ext.checks import is_integer, is_number
 from flower_ext.errors import InvalidValue
+from flower_ext.privacy.mechanisms.secure_sum import LEAST_MEMBERS
 
 OF_NODES = ("data-folder", "draw-key")
 """Settings that name files or folders on a client's machine; the node config overrides them."""
@@ -221,6 +222,11 @@ def num_nodes(config: Mapping[str, Any]) -> int | None:
         raise UnfitSetting(
             f"run-config {name}={clients!r} with clients-per-node={per_node!r}: expected "
             f"{name} to be at least 1 and a multiple of clients-per-node"
+        )
+    if clients < LEAST_MEMBERS and config.get("aggregation") == "secure":
+        raise UnfitSetting(
+            f"run-config {name}={clients!r} with aggregation='secure': expected at least "
+            f"{LEAST_MEMBERS}, the fewest members of a secure sum; or set aggregation='plain'"
         )
     return int(clients // (per_node or 1))
 

@@ -591,6 +591,13 @@ def test_a_budget_ends_the_run_after_its_last_extrapolation(tmp_path):
 # Lost rounds
 
 
+def test_the_log_says_that_half_of_the_rounds_release_something(caplog):
+    caplog.set_level("INFO", logger="flwr")
+    everyone = FullParticipation(4)
+    Upcycled(strategy_of(DPFedAvg, plan=NonPrivatePlan(sampling=everyone))).summary()
+    assert "coefficient 0.5 · even rounds reuse models: N rounds spend N/2 releases" in caplog.text
+
+
 def test_after_a_round_that_nobody_answers_the_even_round_changes_nothing():
     grid = flower_recorder(lose=lambda seen: seen["kind"] == "train" and seen["round"] == 2)
     models = models_of(Upcycled(FedAvg(), 0.6), rounds=6, grid=grid)

@@ -127,10 +127,9 @@ def test_pilots_that_say_nothing_are_refused():
         estimate_constants(**uphill)
 
 
-def test_estimates_are_saved_as_lines_of_a_settings_file(tmp_path):
+def test_estimates_are_written_as_lines_of_a_settings_file():
     pilot, *_ = quadratic_pilot(rounds=5)
-    estimate, path = estimate_constants(**pilot), tmp_path / "pilot.toml"
-    estimate.save(path, dimension=3)
-    lines = tomllib.loads(path.read_text())
+    estimate = estimate_constants(**pilot)
+    lines = tomllib.loads(estimate.lines(dimension=3))
     assert lines.pop("dimension") == 3
     assert {name.replace("-", "_"): number for name, number in lines.items()} == asdict(estimate)

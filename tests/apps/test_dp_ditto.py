@@ -154,6 +154,15 @@ def test_the_planner_says_where_no_round_is_worth_its_noise(tmp_path):
         run(tmp_path / "run", **facts)
 
 
+def test_a_pilot_run_that_plans_no_round_prints_the_constants_it_found(tmp_path):
+    facts = {"planner": "pilot", "model": "digits-logistic", "pilot_rounds": 20, "noise": "steps"}
+    with pytest.raises(ValueError, match="no number of rounds makes the bound") as refused:
+        run(tmp_path / "run", calibration="provable", epsilon=0.1, **facts)
+    constants = tomllib.loads(str(refused.value).partition("The pilot run found\n")[2])
+    assert 0 < constants["strong-convexity"] <= constants["smoothness"]
+    assert constants["dimension"] == 650
+
+
 def test_only_a_run_with_a_planner_needs_the_plugin(tmp_path, monkeypatch):
     for name in [*sys.modules]:
         if name.startswith(("dp_ditto_app", "flower_ext_planner")):

@@ -12,7 +12,7 @@ from benchmarks.command_line import (
     experiment_parser,
     parse_overrides,
 )
-from benchmarks.runs import Experiment, mean_and_error
+from benchmarks.runs import Experiment, mean_and_error, mean_and_std
 
 
 def test_an_override_has_the_type_of_the_default_of_its_app():
@@ -94,3 +94,8 @@ def test_a_search_takes_the_best_mean_score_without_diverged_runs(tmp_path, monk
 def test_a_difference_has_the_standard_error_of_its_mean():
     assert mean_and_error([1.0, 2.0, 3.0], digits=2) == "+2.00 ± 0.58"
     assert mean_and_error([0.5], digits=1) == "+0.5 ± nan"
+
+
+def test_the_deviation_over_runs_is_the_sample_deviation_of_several_runs():
+    assert mean_and_std([0.1, 0.2, 0.3]) == "0.200 ± 0.100"
+    assert mean_and_std([0.25]) == "0.250"

@@ -17,6 +17,7 @@ MISTAKES = {
     "more clients than examples": ("dp2-fedsam", "clients=5000", "change the setting clients"),
     "no clients": ("dp2-fedsam", "clients=0", "clients=0: expected an integer >= 1"),
     "no silos": ("uldp-fl", "num-silos=0", "num-silos=0: expected an integer >= 1"),
+    "too few silos": ("consortium", "num-silos=2", "expected at least 3, the fewest members"),
     "no rounds": ("dp2-fedsam", "rounds=0", "rounds=0: expected an integer >= 1"),
     "no such data set": ("dp2-fedsam", "dataset=minst", "expected one of digits, mnist"),
     "no such model": ("dp2-fedsam", "model=resnet", "expected one of digits-mlp"),

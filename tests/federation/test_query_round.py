@@ -9,6 +9,7 @@ import pytest
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import failures
+from flower_ext.federation.query_round import standard_errors
 from flower_ext.federation.run_guarantees import spent_by
 from flower_ext.privacy import (
     AdversaryView,
@@ -106,6 +107,43 @@ def test_queries_rounds_and_evaluations_are_counted_in_one_epsilon_and_one_ledge
     assert ledger.spent(mechanism.delta).epsilon == pytest.approx(expected)
     models = next(g for g in strategy.guarantees() if g.basis == "provable")
     assert "1 sum of labels, 2 sums of scores" in models.source
+
+
+def test_metrics_have_the_error_that_noise_gives_each_number(tmp_path):
+    directory = RunWriter.create(tmp_path / "run", {})
+    strategy = asking(directory=directory)
+    run(strategy)
+    (row,) = directory.metrics()
+    answer = strategy.answers["labels"]
+    for label in range(CLASSES):
+        assert row[f"label_{label}_error"] == pytest.approx(answer["label_error"], rel=0.25)
+    assert [*answer] == [*(f"label_{label}" for label in range(CLASSES)), "label_error"]
+    assert [*directory.metrics().noised()] == [name for name in answer if name[-5:] != "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Largest(LabelHistogram):
+    """The share of the most frequent label, which only some totals have."""
+
+    fails: bool = False
+
+    def answer(self, total, stddev):
+        if total.sum() > 2 * CLIENTS:
+            if self.fails:
+                raise ArithmeticError
+            return {"sum": total.sum()}
+        return {"sum": total.sum(), "share": total.max() / total.sum()}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_number_that_noise_can_make_undefined_has_no_error(fails):
+    query = Largest(noise_multiplier=1.0, fails=fails)
+    total = np.full(CLASSES, CLIENTS / CLASSES)
+    errors = standard_errors(query, total, stddev=float(CLIENTS))
+    assert errors.keys() == (set() if fails else {"sum_error"})
+    errors = standard_errors(query, total, stddev=1e-3)
+    assert errors["sum_error"] == pytest.approx(1e-3 * CLASSES**0.5, rel=0.2)
+    assert 0 < errors["share_error"] < 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
-from flower_ext.algorithms import DP2FedSAM, DPFedAvg
+from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import (
     FederatedStrategy,
@@ -865,6 +865,22 @@ def test_a_method_sees_no_single_update_under_a_release_plan():
         FederatedStrategy(Careless(local=FAST), plan()).start(grid_of(app), initial(), num_rounds=1)
     FederatedStrategy(Curious(local=FAST), free).start(grid_of(app), initial(), num_rounds=1)
     assert seen == [4]
+
+
+@pytest.mark.parametrize(
+    ("method", "private", "label"),
+    [
+        (DPFedAvg(), False, "FedAvg"),
+        (DPFedAvg(), True, "DPFedAvg"),
+        (DPDitto(), False, "Ditto"),
+        (DP2FedSAM(personal=("head",)), False, "DP2FedSAM"),
+    ],
+)
+def test_a_method_without_privacy_is_not_logged_as_a_private_one(method, private, label, caplog):
+    caplog.set_level("INFO", logger="flwr")
+    chosen = plan() if private else NonPrivatePlan(sampling=FullParticipation(4))
+    FederatedStrategy(method, chosen).summary()
+    assert caplog.messages[0].startswith(f"{label} · ")
 
 
 def test_training_beyond_the_rounds_of_the_plan_is_logged_once(caplog):

@@ -11,18 +11,20 @@ from flower_ext.privacy import (
     PerturbationPlan,
 )
 from flower_ext.runs import NotARun, RunDirectory, RunWriter, write_comparison
-from flower_ext.runs.comparison import mean_and_std
+from flower_ext.runs.comparison import mean_and_error
 from tests.support.finished_runs import finished
 from tests.support.grids import grid
 from tests.support.run_summary import run_summary
 
 
-def test_the_deviation_over_runs_is_the_sample_deviation():
-    assert mean_and_std([0.1, 0.2, 0.3]) == "0.200 ± 0.100"
+def test_the_error_of_a_mean_is_the_sample_deviation_over_root_n():
+    assert mean_and_error([0.1, 0.2, 0.3]) == "0.200 ± 0.058"
+    assert mean_and_error([0.1, 0.2, 0.3], sign="+") == "+0.200 ± 0.058"
 
 
-def test_a_single_run_claims_no_deviation():
-    assert mean_and_std([0.25]) == "0.250"
+def test_a_single_run_claims_no_error():
+    assert mean_and_error([0.25]) == "0.250"
+    assert mean_and_error([]) == "–"
 
 
 def test_runs_without_a_method_are_named_by_their_folder(tmp_path):
@@ -109,6 +111,56 @@ def test_runs_that_differ_in_more_are_separate_lines_with_their_differences(tmp_
         ("dp2-fedsam, epsilon=1.0", "2"),
         ("dp2-fedsam, epsilon=2.0", "2"),
         ("centaur", "1"),
+    ]
+
+
+def cells(runs, folder, column):
+    """Return the cells of a column of the table, top down; None if there is no such column."""
+    write_comparison(runs, folder, title="Table")
+    lines = (folder / "comparison.md").read_text(encoding="utf-8").splitlines()
+    table = [[cell.strip() for cell in line.split("|")] for line in lines if line[:1] == "|"]
+    if column not in table[0]:
+        return None
+    return [row[table[0].index(column)] for row in table[2:]]
+
+
+DIFFERENCE = "difference to the first row"
+
+
+def test_the_difference_of_two_methods_is_taken_seed_by_seed(tmp_path):
+    """Each seed moves both methods alike, so the difference has a far smaller error."""
+    accuracies = {
+        "dp2-fedsam": {1: 0.5, 2: 0.7, 3: 0.9, 4: 0.6},
+        "centaur": {1: 0.52, 2: 0.73, 3: 0.94},
+        "dp-fedavg": {3: 0.8, 9: 0.1},
+        "fedper": {9: 0.2},
+    }
+    runs = [
+        finished(tmp_path / f"{method}-{seed}", method=method, accuracy=accuracy, seed=seed)
+        for method, by_seed in accuracies.items()
+        for seed, accuracy in by_seed.items()
+    ]
+    differences = cells(runs, tmp_path, DIFFERENCE)
+    assert differences == ["–", "+0.030 ± 0.006 (3 seeds)", "-0.100 (1 seed)", "–"]
+    assert "over the seeds that both rows have" in (tmp_path / "comparison.md").read_text()
+
+
+@pytest.mark.parametrize("seeds", [(1, 2), (0, 0), (None, None)])
+def test_without_a_common_seed_no_difference_is_claimed(tmp_path, seeds):
+    """The seed 0 stands for secret draws, which differ from run to run."""
+    names = ("dp2-fedsam", "centaur")
+    facts = [{} if seed is None else {"seed": seed} for seed in seeds]
+    runs = [finished(tmp_path / n, method=n, **f) for n, f in zip(names, facts, strict=True)]
+    assert cells(runs, tmp_path, DIFFERENCE) is None
+    assert "both rows" not in (tmp_path / "comparison.md").read_text()
+
+
+def test_a_label_has_only_the_first_sentence_about_the_data(tmp_path):
+    sources = ("MNIST. No two clients have the same digit", "scikit-learn's digits. Copies")
+    runs = [finished(tmp_path / s[:5], **{"data-source": s}) for s in sources]
+    assert [name for name, _ in rows(runs, tmp_path)] == [
+        "dp2-fedsam, data-source=MNIST",
+        "dp2-fedsam, data-source=scikit-learn's digits",
     ]
 
 

@@ -217,7 +217,7 @@ def test_a_comparison_has_a_line_a_method_with_its_spread_over_runs(tmp_path):
     page = write_comparison(runs, tmp_path, title="Both").read_text(encoding="utf-8")
     text = (tmp_path / "comparison.md").read_text(encoding="utf-8")
     # The means over ten clients are 0.755, 0.775 and 0.795: sample deviation 0.02.
-    assert "| centaur | 3 | 0.775 ± 0.020 |" in text
+    assert "| centaur | 3 | 0.775 ± 0.012 |" in text
     assert "| dp2-fedsam | 3 |" in text
     assert "<svg" in page
 
@@ -389,3 +389,35 @@ def test_runs_with_noised_means_are_compared_with_the_error_of_their_mean(tmp_pa
     assert "| – | – |" in secure  # no client's score is known
     (plain,) = (line for line in lines if line.startswith("| fedavg"))
     assert "by noise" not in plain
+
+
+def test_the_newest_answer_to_a_query_is_shown_with_its_error(tmp_path):
+    run = secure_run(tmp_path / "run")
+    noised = {"label_0": 46.25, "label_0_error": 5.5, "label_1": -2.0, "label_1_error": 5.5}
+    run.log(4, **noised, plain=1.0)
+    run.log(5, label_0=40.0, label_0_error=4.0)
+    write_report(run)
+    text = (run.path / "report.md").read_text(encoding="utf-8")
+    answers = text[text.index("## Answers to queries") : text.index("## Rounds")]
+    lines = [line for line in answers.splitlines() if line.startswith("| ")][2:]
+    assert lines == ["| label_0 | 40 | 4 | 5 |", "| label_1 | -2 | 5.5 | 4 |"]  # no score
+    assert "Noise can make a small count negative" in answers
+
+
+def test_a_run_without_queries_has_no_table_of_answers(tmp_path):
+    for run in (finished(tmp_path / "plain"), secure_run(tmp_path / "secure")):
+        write_report(run)
+        text = (run.path / "report.md").read_text(encoding="utf-8")
+        assert "Answers to queries" not in text
+        assert "## Statistics" not in text
+
+
+def test_a_long_answer_is_cut_and_the_report_says_where_it_is(tmp_path):
+    run = RunWriter.create(tmp_path / "run", {"method": "m"})
+    numbers = {f"label_{i}": float(i) for i in range(150)}
+    run.log(1, **numbers, **{f"{name}_error": 1.0 for name in numbers})
+    run.finish("completed")
+    write_report(run)
+    text = (run.path / "report.md").read_text(encoding="utf-8")
+    assert text.count("| label_") == 100
+    assert "the first 100 of 150 numbers; `metrics.jsonl` has all" in text

@@ -139,6 +139,14 @@ def test_a_number_of_nodes_that_is_none_is_refused_by_name():
             num_nodes({"clients": 6, "clients-per-node": per_node})
 
 
+@pytest.mark.parametrize("name", ["clients", "num-silos"])
+def test_a_secure_sum_of_too_few_is_refused_before_anything_starts(name):
+    assert num_nodes({name: 3, "aggregation": "secure"}) == 3
+    assert num_nodes({name: 2, "aggregation": "plain"}) == 2
+    with pytest.raises(UnfitSetting, match=f"{name}=2 with aggregation='secure': .* at least 3"):
+        num_nodes({name: 2, "aggregation": "secure"})
+
+
 def test_changed_settings_have_both_values_except_those_that_may_differ():
     earlier = {"count": 1, "dropped": 3, "timeout": 5, "same": "x"}
     config = {"count": 2, "timeout": 6, "same": "x", "gained": 4, "off": 0, "empty": ""}

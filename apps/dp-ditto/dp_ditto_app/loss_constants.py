@@ -7,7 +7,6 @@ smaller.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -29,11 +28,12 @@ class LossConstants:
     initial_gap: float
     initial_distance: float
 
-    def save(self, path: Path, *, dimension: int) -> None:
-        """Write the constants and the dimension as lines of a ``ditto-schedule`` settings file."""
+    def lines(self, *, dimension: int) -> str:
+        """Return the constants and the dimension as lines of a ``ditto-schedule`` settings file."""
         numbers = {**asdict(self), "dimension": dimension}
-        lines = (f"{name.replace('_', '-')} = {number!r}\n" for name, number in numbers.items())
-        path.write_text("".join(lines))
+        return "".join(
+            f"{name.replace('_', '-')} = {number!r}\n" for name, number in numbers.items()
+        )
 
 
 def estimate_constants(
@@ -98,8 +98,8 @@ def estimate_constants(
     if lowest <= 0:
         raise InvalidValue(
             f"strong_convexity={lowest:.4g} along the path, expected a number > 0: the losses are "
-            "not strongly convex there, so Theorem 1 does not cover them; choose a convex model "
-            "(logistic regression), or find T and λ by short runs (alternating_search)"
+            "not strongly convex there, so Theorem 1 does not cover them; take logistic regression "
+            "(model='digits-logistic' or 'mnist-logistic'), or planner='none'"
         )
     optima = np.vstack([u, w[-1:]])
     return LossConstants(

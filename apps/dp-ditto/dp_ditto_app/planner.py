@@ -41,7 +41,8 @@ class PilotFile(Callback):
 
     def begin(self, run: RunDirectory) -> None:
         """Write ``pilot.toml`` when the run begins."""
-        self.pilot.save(run.path / "pilot.toml", dimension=self.dimension)
+        lines = self.pilot.lines(dimension=self.dimension)
+        (run.path / "pilot.toml").write_text(lines, encoding="utf-8")
 
 
 def pilot_of(settings: Settings, task: Task) -> LossConstants | None:
@@ -152,8 +153,13 @@ def planned_rounds(
         basis=basis,
     )
     if planned.rounds == 0:
+        constants = ""
+        if pilot is not None:
+            lines = pilot.lines(dimension=parameter_count(task.model()))
+            constants = f". The pilot run found\n{lines}"
         raise UnfitSetting(
             f"run-config planner={settings.planner!r}: no number of rounds makes the bound of "
-            "Theorem 1 smaller than before training; take a larger epsilon or other constants"
+            f"Theorem 1 smaller than before training; take a larger epsilon, or "
+            f"planner='none'{constants}"
         )
     return planned.rounds

@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from benchmarks.report.rows import read_rows
-from benchmarks.runs import standard_error
-from flower_ext.runs.comparison import mean_and_std
+from benchmarks.runs import mean_and_std, standard_error
 from flower_ext.runs.page import table
 
 

@@ -91,7 +91,7 @@ class VectorQuery(Checked, ABC):
 
         ``stddev`` is the standard deviation of the noise on each element. It covers noise only: if
         clients fail or clip their vectors, the sum is further from the exact one, and the server
-        cannot know how far.
+        cannot know how far. If the result has ``x_error``, it is the standard error of ``x``.
         """
 
     def describe(self) -> str:

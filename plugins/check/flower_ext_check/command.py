@@ -11,10 +11,9 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.markdown import Markdown
 
 from flower_ext.cli.processes import signals_as_interrupts
-from flower_ext.cli.screen import console, say
+from flower_ext.cli.screen import Page, console, say
 from flower_ext.errors import FlowerExtError
 from flower_ext.runs.app_settings import checked_settings
 from flower_ext.runs.page import to_markdown
@@ -97,7 +96,7 @@ def check(
     if as_json:
         print(json.dumps(result, indent=1, ensure_ascii=False))
     else:
-        console.print(Markdown(to_markdown("check", "flower_ext_check", **result)))
+        console.print(Page(to_markdown("check", "flower_ext_check", **result)))
         if result["diff"]:
             say("\nA change that makes ε provable (read it: it replaces strategy and mods)")
             say(result["diff"])

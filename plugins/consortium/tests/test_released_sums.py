@@ -21,7 +21,8 @@ from flower_ext_consortium.statistics import (
     read_statistics,
     statistics_task,
 )
-from flower_ext_consortium.statistics.results import TABLE
+from flower_ext_consortium.statistics.results import TABLE, estimate_texts
+from flower_ext_consortium.statistics.statistic import Estimate
 from tests.support.grids import grid
 from tests.support.plans import release_plan
 
@@ -193,3 +194,16 @@ def test_a_run_leaves_a_table_figures_and_a_page_with_the_guarantees(tmp_path):
     assert page.count("<summary>ε = ") == len(proved) > 0
     assert page.count("not covered: ") == sum(len(each.not_covered) for each in proved)
     assert "mean of age, values clamped to [0, 100]" in page
+    assert page.count("Noise can make a small count negative") == 1
+    report = (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
+    tables = (tmp_path / "run" / "statistics.md").read_text(encoding="utf-8").splitlines()
+    assert len(rows) < sum(line.startswith("| ") for line in tables)
+    assert all(line in report for line in tables if line.startswith("| "))
+    assert report.count("## Guarantees") == 0
+    assert "### mean of age" in report
+
+
+@pytest.mark.parametrize(("value", "text"), [(-0.3, "0"), (-0.7, "-1"), (1944.4, "1,944")])
+def test_no_estimate_is_shown_as_minus_zero(value, text):
+    estimate = Estimate(name="n", value=value, standard_error=22.0, lower=-44.0, upper=43.0)
+    assert estimate_texts(estimate) == (text, "22", "-44 to 43")

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import typer
-from rich.markdown import Markdown
 
 from flower_ext.checks import Count, Positive, ProperFraction, Scale
-from flower_ext.cli.screen import console
+from flower_ext.cli.screen import Page, console
 from flower_ext.errors import InvalidValue
 from flower_ext.files import read_toml
 from flower_ext.privacy import ClippedSteps, Condition, FullParticipation, RecordLevelPlan
@@ -149,7 +148,7 @@ def ditto_schedule(
         schedules=schedules,
         unknown=[name.replace("_", "-") for name in unknown],
     )
-    console.print(Markdown(text))
+    console.print(Page(text))
 
 
 def _schedule(settings: ScheduleSettings, problem: DittoProblem, basis: Basis) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from flower_ext.files import write_rows, write_whole
 from flower_ext.privacy import PrivacyPlan, seeded_generator
-from flower_ext.runs import RunDirectory
+from flower_ext.runs import RunDirectory, write_report
 from flower_ext.runs.callbacks import Callback
 from flower_ext.runs.figures import COLOURS, canvas, save_figure
 from flower_ext.runs.page import write_page
@@ -84,15 +84,16 @@ class StatisticsFiles(Callback):
             "statistics",
             title="Statistics",
             results={
-                statistic.title: [(each.name, *_shown(each)) for each in released]
+                statistic.title: [(each.name, *estimate_texts(each)) for each in released]
                 for statistic, released in results.items()
             },
             figures=figures,
             guarantees=[each for each in run.guarantees() if each.basis == "provable"],
         )
+        write_report(run)  # again, now with the statistics
 
 
-def _shown(estimate: Estimate) -> tuple[str, str, str]:
+def estimate_texts(estimate: Estimate) -> tuple[str, str, str]:
     """Return the estimate, its standard error and its interval as text.
 
     The numbers have as many digits as the noise permits.
@@ -103,7 +104,8 @@ def _shown(estimate: Estimate) -> tuple[str, str, str]:
     # Two digits of the error: further digits would show noise only.
     digits = max(0, 1 - math.floor(math.log10(error))) if error > 0 else 3
     value, low, high = (
-        f"{number:,.{digits}f}" for number in (estimate.value, estimate.lower, estimate.upper)
+        f"{round(number, digits) + 0.0:,.{digits}f}"  # adding 0.0 turns -0.0 into 0.0
+        for number in (estimate.value, estimate.lower, estimate.upper)
     )
     return value, f"{error:,.{digits}f}", f"{low} to {high}"
 
