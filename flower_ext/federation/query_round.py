@@ -128,7 +128,7 @@ def standard_errors(query: VectorQuery, total: np.ndarray, stddev: float) -> dic
     """
     # See how far new noise moves the numbers. This noise protects nobody, so a seed is safe.
     rng = seeded_generator(0, "standard errors")
-    totals = total + stddev * rng.standard_normal((200, query.size))  # errors within 5 %
+    totals = total + stddev * rng.standard_normal((1000, query.size))  # errors within 2 %
     try:
         moved = [query.answer(each, stddev) for each in totals]
     except Exception:  # an answer need not exist for every total
