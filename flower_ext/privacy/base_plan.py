@@ -9,13 +9,8 @@ from typing import Literal
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.sampling import Sampling
 from flower_ext.privacy.mechanisms.noise import NoiseSource
-from flower_ext.privacy.mechanisms.round_mechanism import (
-    Aggregate,
-    RoundDiscarded,
-    RoundMechanism,
-    divided,
-)
-from flower_ext.privacy.mechanisms.updates import RunningSum
+from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded, RoundMechanism
+from flower_ext.privacy.mechanisms.updates import RunningSum, divided
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 
 

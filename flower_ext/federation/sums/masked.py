@@ -145,13 +145,13 @@ class OpenMaskedSum(OpenSum):
         return {MASKED_SUM: bytes_record(DELIVERY, delivery.to_bytes())}
 
     def read(self, reply: Message) -> records.Update:
-        """Read a masked contribution and add it to the sum.
+        """Add a masked contribution to the sum, and return what the client reports beside it.
 
         `add` has nothing left to do, because a sum of integers does not depend on the order.
         """
-        metrics, arrays = read_metrics(reply), read_answer(reply, records.UPDATE)
-        self._add(reply, arrays)
-        return records.Update(arrays, metrics)
+        metrics = read_metrics(reply)
+        self._add(reply, read_answer(reply, records.UPDATE))
+        return records.Update({}, metrics)
 
     def close(self) -> Aggregate:
         """Unmask the sum with the clients' help, and release its mean.

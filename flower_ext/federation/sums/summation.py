@@ -23,8 +23,14 @@ from flower_ext.federation.records import Arrays, Update
 from flower_ext.federation.replies import RefusedReply, read_update
 from flower_ext.privacy import AdversaryView, NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
-from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundMechanism, divided
-from flower_ext.privacy.mechanisms.updates import NamedArrays, as_float64, in_float64, l2_norm
+from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundMechanism
+from flower_ext.privacy.mechanisms.updates import (
+    NamedArrays,
+    as_float64,
+    divided,
+    in_float64,
+    l2_norm,
+)
 from flower_ext.privacy.run_summary import MethodTraits, SumTerms
 from flower_ext.training import Params
 

@@ -44,12 +44,8 @@ from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.privacy import AdversaryView, BudgetExhausted, FullParticipation
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum, refuse_spoiled
-from flower_ext.privacy.mechanisms.round_mechanism import (
-    Aggregate,
-    RoundDiscarded,
-    RoundMechanism,
-    divided,
-)
+from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded, RoundMechanism
+from flower_ext.privacy.mechanisms.updates import divided
 from flower_ext.privacy.run_summary import MethodTraits
 from flower_ext.secure.weighting.agreement import Dialogue
 from flower_ext.secure.weighting.protocol import WeightingProtocol, load_protocol
@@ -239,8 +235,7 @@ class OpenWeightedSum(OpenSum):
 
     def read(self, reply: Message) -> Update:
         """Keep a silo's masked sum until `close`, or note that the silo has lost its keys."""
-        arrays = read_answer(reply, records.UPDATE)
-        name, data = single_message(arrays, SUM, LOST)
+        name, data = single_message(read_answer(reply, records.UPDATE), SUM, LOST)
         if name == LOST and data != b"\0":
             raise RefusedReply(f"a notice of lost keys (array {LOST!r}): expected one zero byte")
         silo = self._opening.clients.partition_of(reply)
@@ -250,7 +245,7 @@ class OpenWeightedSum(OpenSum):
         metrics = read_metrics(reply)
         self._summation.server.add_sum(silo, data)
         self._answered += 1
-        return Update(arrays, metrics)
+        return Update({}, metrics)
 
     def close(self) -> Aggregate:
         """Decrypt the sum over all silos, and release its mean.

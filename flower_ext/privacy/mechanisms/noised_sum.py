@@ -29,14 +29,9 @@ from flower_ext.privacy.mechanisms.discrete_gaussian import share_stddev
 from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm, noise_grid
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise, ProtectedByServer, Protection
 from flower_ext.privacy.mechanisms.quantization import CellSum, cell_of, check_cell, out_of_cells
-from flower_ext.privacy.mechanisms.round_mechanism import (
-    Aggregate,
-    RoundDiscarded,
-    RoundMechanism,
-    divided,
-)
+from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded, RoundMechanism
 from flower_ext.privacy.mechanisms.secure_sum import SecureSum, SumParameters, ring_bits
-from flower_ext.privacy.mechanisms.updates import NamedArrays, RunningSum, l2_norm
+from flower_ext.privacy.mechanisms.updates import NamedArrays, RunningSum, divided, l2_norm
 from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import array_api_compat as api
-
 from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.accounting.sampling import Sampling
 from flower_ext.privacy.guarantee import Guarantee
@@ -156,11 +154,3 @@ class RoundMechanism(ABC):
             name = f"epsilon_{claim.basis}"
             largest[name] = max(largest.get(name, 0.0), claim.epsilon)
         return largest
-
-
-def divided(summed: NamedArrays, by: float, like: NamedArrays) -> dict[str, Any]:
-    """Divide a sum; return the average in the precision of ``like``."""
-    return {
-        name: api.array_namespace(array).astype(array / by, like[name].dtype)
-        for name, array in summed.items()
-    }

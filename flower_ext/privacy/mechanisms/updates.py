@@ -221,3 +221,11 @@ def plain_norm(wide: NamedArrays) -> float:
     flat = [array.reshape(-1) for array in wide.values()]
     with np.errstate(over="ignore", invalid="ignore"):
         return math.sqrt(sum(float(array @ array) for array in flat))
+
+
+def divided(summed: NamedArrays, by: float, like: NamedArrays) -> dict[str, Any]:
+    """Divide a sum; return the average in the precision of ``like``."""
+    return {
+        name: api.array_namespace(array).astype(array / by, like[name].dtype)
+        for name, array in summed.items()
+    }

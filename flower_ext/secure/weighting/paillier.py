@@ -19,6 +19,7 @@ from gmpy2 import mpz
 from phe.paillier import PaillierPrivateKey, PaillierPublicKey, generate_paillier_keypair
 
 from flower_ext.errors import InvalidValue
+from flower_ext.secure.messages import unpack_numbers
 from flower_ext.secure.threads import map_slices
 
 SECURE_KEY_BITS = 3072
@@ -72,6 +73,13 @@ class PublicKey:
         """Raise an error unless the number is between 0 and n² and a unit modulo n²."""
         if not 0 < ciphertext < self.n_squared or gmpy2.gcd(ciphertext, self.n) != 1:
             raise InvalidValue("ciphertext: expected a unit modulo n², between 0 and n²")
+
+    def unpack(self, data: bytes, size: int) -> list[mpz]:
+        """Return ciphertexts of ``size`` bytes each; refuse a number that is no ciphertext."""
+        ciphertexts = [mpz(number) for number in unpack_numbers(data, size)]
+        for ciphertext in ciphertexts:
+            self.check_ciphertext(ciphertext)
+        return ciphertexts
 
     def plain(self, message: mpz) -> mpz:
         """Return a ciphertext of ``message`` without randomness, which anybody can decrypt.

@@ -19,7 +19,6 @@ from flower_ext.secure.weighting.paillier_settings import (
     PaillierSettings,
     PaillierSum,
     PaillierWeights,
-    unpack_ciphertexts,
 )
 from flower_ext.secure.weighting.server_party import ServerParty
 
@@ -53,9 +52,8 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         # The product of all silos' ciphertexts encrypts the sum; their masks multiply to one.
         totals = [mpz(1)] * settings.ciphertexts
         for message in messages:
-            for at, ciphertext in enumerate(
-                unpack_ciphertexts(message.ciphertexts, settings, public)
-            ):
+            ciphertexts = public.unpack(message.ciphertexts, settings.ciphertext_bytes)
+            for at, ciphertext in enumerate(ciphertexts):
                 totals[at] = totals[at] * ciphertext % public.n_squared
         decrypted = self._key.decrypt(totals, name="decryption")
         plaintexts = [from_residue(plaintext, public.n) for plaintext in decrypted]
@@ -70,7 +68,7 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         return settings.encoding.decode(coordinates, scale=settings.common_multiple)
 
     def _check_sum(self, message: PaillierSum) -> None:
-        unpack_ciphertexts(message.ciphertexts, self.settings, self._key.public)
+        self._key.public.unpack(message.ciphertexts, self.settings.ciphertext_bytes)
 
     def _open_weights(self, number: int, places: Collection[int] | None) -> PaillierWeights:
         """Return a fresh encryption for each user: see `ServerParty`.

@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from gmpy2 import mpz
-
 from flower_ext.checks import Checked, Count, Positive, are_integers
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.messages import ProtocolMessage, unpack_numbers
+from flower_ext.secure.messages import ProtocolMessage
 from flower_ext.secure.weighting.agreement import PartySettings, SumMessage
 from flower_ext.secure.weighting.encoding import FixedPoint, Packing
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES
-from flower_ext.secure.weighting.paillier import SECURE_KEY_BITS, PublicKey, check_key_bits
+from flower_ext.secure.weighting.paillier import SECURE_KEY_BITS, check_key_bits
 
 _MOST_RECORDS = 2**24
 """Largest ``max_records_per_user``. A silo finds factors of the modulus up to 2^24 in a second."""
@@ -208,11 +206,3 @@ class PaillierSum(SumMessage):
     @classmethod
     def _lengths(cls, settings: PaillierSettings) -> Mapping[str, int]:
         return {"ciphertexts": settings.ciphertexts * settings.ciphertext_bytes}
-
-
-def unpack_ciphertexts(data: bytes, settings: PaillierSettings, public: PublicKey) -> list[mpz]:
-    """Return the ciphertexts in a message; refuse a number that is no ciphertext of ``public``."""
-    ciphertexts = [mpz(number) for number in unpack_numbers(data, settings.ciphertext_bytes)]
-    for ciphertext in ciphertexts:
-        public.check_ciphertext(ciphertext)
-    return ciphertexts

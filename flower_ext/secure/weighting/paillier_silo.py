@@ -26,7 +26,6 @@ from flower_ext.secure.weighting.paillier_settings import (
     PaillierSettings,
     PaillierSum,
     PaillierWeights,
-    unpack_ciphertexts,
 )
 from flower_ext.secure.weighting.silo_party import COUNTS, SiloParty, SiloSum
 
@@ -59,7 +58,7 @@ class PaillierSilo(SiloParty):
         coordinates of the user's update.
         """
         settings, public = self.settings, self.public
-        inverses = unpack_ciphertexts(self._opened(message), settings, public)
+        inverses = public.unpack(self._opened(message), settings.ciphertext_bytes)
         place = {user: at for at, user in enumerate(self._order)}
 
         def fold(users: Sequence[int]) -> list[mpz]:
