@@ -23,12 +23,20 @@ _PRINTED_DELTA = re.compile(r"(?:\bdelta|δ)" + _NUMBER, re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Claim:
-    """An ε that the app states for ``rounds`` rounds; ``delta`` is 0 if the app states no δ."""
+    """An ε that the app states for ``rounds`` rounds.
+
+    ``delta`` is 0 if the app states no δ, or a number that is no δ. No accountant accepts such a
+    number, so it would end the check.
+    """
 
     source: str
     epsilon: float
     delta: float
     rounds: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.delta < 1:
+            object.__setattr__(self, "delta", 0.0)
 
 
 def claims_of_objects(
