@@ -38,8 +38,7 @@ _RESTORE: tuple[Callable[[Any], object], ...] = (
 )
 
 
-@contextmanager
-def isolated() -> Iterator[None]:
+class isolated:
     """Restore grad mode, the default type and the number of threads after one client's code.
 
     Code usually changes only these settings, and reading them takes less than a microsecond. A task
@@ -52,17 +51,17 @@ def isolated() -> Iterator[None]:
         The client's code raises a BaseException that is not an Exception, such as SystemExit. A
         KeyboardInterrupt by the user passes unchanged.
     """
-    settings = _settings()
-    try:
-        yield
-    except (Exception, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise ClientCrashed(f"the client's code raised {type(error).__name__}") from error
-    finally:
-        for restore, before, now in zip(_RESTORE, settings, _settings(), strict=True):
+
+    # No generator, which Python would end with a printed error if an interrupt skips `__exit__`.
+    def __enter__(self) -> None:
+        self._settings = _settings()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        for restore, before, now in zip(_RESTORE, self._settings, _settings(), strict=True):
             if now != before:
                 restore(before)
+        if error is not None and not isinstance(error, Exception | KeyboardInterrupt):
+            raise ClientCrashed(f"the client's code raised {type(error).__name__}") from error
 
 
 def attempted(step: Callable[..., R], *arguments: Any) -> R | Exception:

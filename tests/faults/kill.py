@@ -64,10 +64,8 @@ _LIMIT = 600.0
 _IN_A_ROW = 6
 """Largest number of kills of one run."""
 
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(
-    ["flower_ext.algorithms", "flower_ext.federation.engines.run_app", "sklearn.datasets"]
-)
+_processes = multiprocessing.get_context("fork")
+"""Starts a run in a fork, because a new Python would first import for seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)

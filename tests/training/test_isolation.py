@@ -1,6 +1,8 @@
 """One client's code changes nothing in the process that another client's training sees."""
 
+import gc
 import random
+import sys
 from contextlib import nullcontext
 
 import numpy as np
@@ -119,6 +121,16 @@ def failing_after(change):
         raise ValueError("odd record")
 
     return change_and_fail
+
+
+def test_an_interrupt_that_skips_the_end_of_isolation_prints_no_error(monkeypatch):
+    printed = []
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)
+    interrupted = isolated()
+    interrupted.__enter__()
+    del interrupted
+    gc.collect()
+    assert printed == []
 
 
 @pytest.mark.parametrize("name", CHANGES)
