@@ -213,7 +213,7 @@ class OpenMaskedSum(OpenSum):
             text = f"round {number}: client {self._partitions[member]}: {reason}"
             refusal = printable(text[:LONGEST_REASON])
             log.warning("%s", refusal)
-            self._clients.refusals.append(refusal)
+            self._clients.refuse(refusal)
 
 
 class MaskedMember(ClientSum):
