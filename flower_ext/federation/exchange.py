@@ -140,6 +140,12 @@ class Clients:
             raise FederationNotReady(f"partitions {missing} cannot take part: {reasons}")
         return answers
 
+    def refuse(self, reason: str) -> None:
+        """Count a refused reply; keep its reason, for checkpoints, if it is among the first."""
+        self.refused += 1
+        if len(self.refusals) < MOST_REASONS:
+            self.refusals.append(reason)
+
     def replies(self, messages: Iterable[Message]) -> Iterable[Message]:
         """Send messages to the clients, and return each reply as soon as it arrives."""
         assert self.grid is not None
@@ -195,9 +201,7 @@ class Requests:
             except Exception as error:
                 origin = f"round {self.server_round}, node {records.sender_of(reply)}"
                 refusals.append(f"{origin}: {_reason(error)}"[:LONGEST_REASON])
-                clients.refused += 1
-                if len(clients.refusals) < MOST_REASONS:  # checkpoints hold these reasons
-                    clients.refusals.append(refusals[-1])
+                clients.refuse(refusals[-1])
                 # Higher partitions need not wait for this one, although it may yet answer.
                 refused |= {partition} & waiting
             else:
