@@ -21,7 +21,7 @@ class FlowerExtError(Exception):
 
     @classmethod
     def tellable(cls, message: str) -> Self:
-        """Return an error whose message is safe to send to the server (see `tellable`)."""
+        """Return an error that is marked as safe to send to the server."""
         return tellable(cls(message))
 
 

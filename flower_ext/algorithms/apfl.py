@@ -101,7 +101,7 @@ class APFL(Method):
 
     Every plan that fits `DPFedAvg` fits here, because the upload does not depend on the client's
     memory. A `ReleasePlan` protects clients. A `RecordLevelPlan` protects records, by noise on the
-    upload or in the local steps. v_i and α_i never leave the client.
+    upload or in the local steps. The personal model v_i and its weight α_i never leave the client.
 
     Parameters
     ----------

@@ -63,11 +63,13 @@ def cell_of(stddev: float) -> float:
 
 def check_cell(cell: float, clipping_norm: float) -> None:
     """Refuse a cell that is not a power of two, or too large or too small for the clipping norm."""
-    if math.frexp(cell)[0] != 0.5 or not 1 <= clipping_norm / cell <= _MOST_CELLS:
+    if math.frexp(cell)[0] != 0.5:
+        raise InvalidValue(f"cell={cell!r}: expected a power of two")
+    if not 1 <= clipping_norm / cell <= _MOST_CELLS:
         raise InvalidValue(
-            f"noise multiplier near {cell * 2**_PER_STDDEV / clipping_norm:.2g} in secure sums: "
-            f"expected one from 2**-13 to 2**15, because the step of the grid, here {cell!r}, must "
-            "be a power of two, and the clipping norm from 1 to 2**30 steps long"
+            f"noise multiplier of about {cell * 2**_PER_STDDEV / clipping_norm:.2g} in secure "
+            "sums: expected one from 2**-13 to 2**15, so that the clipping norm is 1 to 2**30 cells "
+            f"long; the width of a cell, here {cell!r}, follows from the noise"
         )
 
 

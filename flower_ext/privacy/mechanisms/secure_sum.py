@@ -103,7 +103,8 @@ class SumParameters:
         """Least number of answers in a sum that come from honest clients.
 
         Colluders can subtract their own noise from the sum, but not the noise of these clients. The
-        server of a signed sum may lie about the members that were lost; see the top of this module.
+        number is smaller in a signed sum, because the server may lie about the members that were
+        lost, and so unmask some honest members (see the top of this module).
         """
         honest = self.least_answers - self.colluders
         if not self.signed:

@@ -85,8 +85,9 @@ def check(
         result = in_fork(partial(_verdict_or_reason, request))
         if result is None:
             raise AppFailed(
-                "the process in which the check ran the app ended early: the app ended it, it "
-                "crashed, or the system killed it, for example for lack of memory"
+                "the check's process, which runs the app, ended early: the app called exit, the "
+                "process crashed, or the system killed it for lack of memory; remove such a call, "
+                "or check fewer clients"
             )
         if log is not None:
             shutil.copyfile(request.log, log)

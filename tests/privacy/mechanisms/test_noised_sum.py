@@ -212,7 +212,7 @@ def test_a_plan_whose_noise_or_losses_cannot_be_added_is_refused():
         sums_of(noise_placement=SecureSum(colluding=0.0, dropouts=0.9))
     for multiplier in (1e-6, 1e6):
         with pytest.raises(
-            ValueError, match=r"noise multiplier near .* expected one from 2\*\*-13 to"
+            ValueError, match=r"noise multiplier of about .* expected one from 2\*\*-13 to"
         ):
             sums_of(noise_multiplier=multiplier)
     for multiplier in (2.0**-13, 2.0**15):
