@@ -138,7 +138,7 @@ def read_key(path: Path, name: str, expected: str, *, is_text: bool = False) -> 
 def from_table(kind: type[T], table: Mapping[str, Any], where: str) -> T:
     """Make a dataclass from a TOML table, whose names have hyphens in place of underscores.
 
-    ``where`` begins the error for a missing or unknown field.
+    An error for a missing or unknown field begins with ``where``.
     """
     known = {each.name.replace("_", "-"): each.name for each in fields(kind)}  # type: ignore[arg-type]
     expected = ", ".join(sorted(known))

@@ -81,8 +81,8 @@ _ADAPTIVE: Mapping[str, Any] = {"adagrad": Adagrad, "adam": Adam, "yogi": Yogi}
 def settings(kind: type[AppSettings], context: Context) -> AppSettings:
     """Return the settings of a run, as an object of the app's class ``kind``.
 
-    In a resumed run, ``rounds`` is the number with which the run began, because the noise was
-    calibrated for this number.
+    In a resumed run, ``rounds`` is the number of rounds that was set when the run first began,
+    because the noise was calibrated for this number.
     """
     return kind.of(first_config(context.run_config))
 

@@ -47,7 +47,7 @@ class Progress:
         self.row = {"cohort": 0, "messages": 0, "bytes_down": 0, "bytes_up": 0}
 
     def count_messages(self, kind: str, messages: Sequence[Message]) -> None:
-        """Count messages to clients of the kind ``train``, ``evaluate`` or ``query``."""
+        """Count messages to clients. Their kind is ``train``, ``evaluate`` or ``query``."""
         self._count(_PREFIXES[kind] + "messages", len(messages))
         self._count(_PREFIXES[kind] + "bytes_down", payload_bytes(messages))
 

@@ -142,7 +142,7 @@ class UldpGroup(Method):
         )
 
     def check(self, plan: PrivacyPlan) -> None:
-        """Accept only the plan that `plan` returns for this method's training."""
+        """Accept only the plan that the method `plan` returns for this training."""
         if not isinstance(plan, GroupPlan) or plan != self.plan(plan.delta):
             raise InvalidValue(
                 f"plan={type(plan).__name__}: expected the plan that UldpGroup.plan(delta) "

@@ -97,9 +97,9 @@ class Checkpoints:
     def save(
         self, server_round: int, values: Mapping[str, Any], groups: Mapping[str, Arrays]
     ) -> None:
-        """Write a checkpoint of the state after a round, and keep the previous checkpoint.
+        """Write a checkpoint of the state after a round.
 
-        Delete the previous checkpoint if it may hold uploads of a unit that withdrew since.
+        Keep the previous checkpoint, unless it may hold uploads of a unit that withdrew since.
         """
         if self.directory is None:
             return

@@ -68,8 +68,8 @@ def check_cell(cell: float, clipping_norm: float) -> None:
     if not 1 <= clipping_norm / cell <= _MOST_CELLS:
         raise InvalidValue(
             f"noise multiplier of about {cell * 2**_PER_STDDEV / clipping_norm:.2g} in secure "
-            "sums: expected one from 2**-13 to 2**15, so that the clipping norm is 1 to 2**30 cells "
-            f"long; the width of a cell, here {cell!r}, follows from the noise"
+            "sums: expected one from 2**-13 to 2**15, so that the clipping norm is 1 to 2**30 "
+            f"cells long; the width of a cell, here {cell!r}, follows from the noise"
         )
 
 

@@ -244,7 +244,7 @@ def _add_terms(
     pull: np.float32,
     offset: np.ndarray,
 ) -> None:
-    """Add the gradient of the extra terms at ``point``, for trained parameters, to ``gradient``."""
+    """Add to ``gradient`` the gradient of the loss's extra terms at ``point``."""
     for layer in layers:
         for start, trains, size in (
             (layer[WEIGHT], layer[TRAINS_WEIGHT], weight_size(layer)),

@@ -80,8 +80,8 @@ def compare_accountings(
 ) -> list[Row]:
     """Compute the quantity ``name`` from the ``known`` ones, by each accounting method.
 
-    The privacy unit is one client of ``population`` or, with ``group_size``, a user with so many
-    records. For users, the quantity is ``epsilon`` or ``noise_multiplier``.
+    The privacy unit is one client of ``population`` or, with ``group_size``, a user with
+    ``group_size`` records. For users, the quantity is ``epsilon`` or ``noise_multiplier``.
     """
     if group_size is not None:
         return _rows_of_users(group_size, **known)

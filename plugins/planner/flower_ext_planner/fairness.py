@@ -93,7 +93,7 @@ class LinearFairness(Checked):
         return pull / ((LARGEST_WEIGHT - global_weight) * self.feature_energy + pull)
 
     def global_weight(self, interpolation: float) -> float:
-        """Return the λ at which the global model's share α₀ is ``interpolation``."""
+        """Return the λ at which the weight α₀ of the global model is ``interpolation``."""
         if not 0 <= interpolation <= 1:
             raise InvalidValue(f"interpolation={interpolation!r}: expected a number in [0, 1]")
         pull = self.feature_energy * interpolation
