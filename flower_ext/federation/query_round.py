@@ -32,6 +32,9 @@ from flower_ext.privacy.mechanisms.noised_sum import QuerySum
 
 log = getLogger("flwr")
 
+_DRAWS = 1000
+"""Number of draws of noise from which a standard error is computed, within some 2 %."""
+
 VECTOR = "vector"
 """Name of the only array in a client's contribution."""
 
@@ -116,27 +119,34 @@ class QueryRound:
         # shares.
         stddev = self._mechanism.client_noise_stddev(size) * size**0.5
         answer = query.answer(total, stddev)
-        self._run.progress.row |= standard_errors(query, total, stddev) | answer
+        self._run.progress.row |= answer | standard_errors(query, answer, total, stddev)
         self._run.answers[query.name] = answer
         return answer
 
 
-def standard_errors(query: VectorQuery, total: np.ndarray, stddev: float) -> dict[str, float]:
+def standard_errors(
+    query: VectorQuery, answer: Mapping[str, float], total: np.ndarray, stddev: float
+) -> dict[str, float]:
     """Return the standard error that noise gives to each number ``x`` of an answer, as ``x_error``.
 
-    The result lacks numbers that noise can make undefined.
+    The result is empty if the answer has errors of its own. It lacks numbers that noise can make
+    undefined.
     """
+    if any(f"{name}_error" in answer for name in answer):
+        return {}
     # See how far new noise moves the numbers. This noise protects nobody, so a seed is safe.
     rng = seeded_generator(0, "standard errors")
-    totals = total + stddev * rng.standard_normal((1000, query.size))  # errors within 2 %
     try:
-        moved = [query.answer(each, stddev) for each in totals]
+        moved = [
+            query.answer(total + stddev * rng.standard_normal(query.size), stddev)
+            for _ in range(_DRAWS if answer else 0)
+        ]
     except Exception:  # an answer need not exist for every total
         return {}
     return {
-        f"{name}_error": float(np.std([answer[name] for answer in moved]))
-        for name in moved[0]
-        if all(name in answer for answer in moved) and not name.endswith("_error")
+        f"{name}_error": float(np.std([numbers[name] for numbers in moved]))
+        for name in answer
+        if all(name in numbers for numbers in moved) and not name.endswith("_error")
     }
 
 

@@ -315,7 +315,7 @@ class FederatedStrategy(Strategy):
 
     @property
     def refusals(self) -> list[str]:
-        """Replies that the server refused, with the reasons."""
+        """Reasons of the first 100 replies that the server refused."""
         return self.run.clients.refusals
 
     @property

@@ -230,9 +230,9 @@ def round_of(name):
 
 
 def accepted(strategy, requests, replies, read):
-    before = len(strategy.refusals)
+    strategy.refusals.clear()  # a run keeps the reasons of the first refusals only
     values = dict(requests.accepted(replies, read))
-    return values, strategy.refusals[before:]
+    return values, [*strategy.refusals]
 
 
 def held_against(name, kind, what, seed, mutations):

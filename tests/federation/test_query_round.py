@@ -139,11 +139,14 @@ class Largest(LabelHistogram):
 def test_a_number_that_noise_can_make_undefined_has_no_error(fails):
     query = Largest(noise_multiplier=1.0, fails=fails)
     total = np.full(CLASSES, CLIENTS / CLASSES)
-    errors = standard_errors(query, total, stddev=float(CLIENTS))
+    answer = query.answer(total, 0.0)
+    errors = standard_errors(query, answer, total, stddev=float(CLIENTS))
     assert errors.keys() == (set() if fails else {"sum_error"})
-    errors = standard_errors(query, total, stddev=1e-3)
+    errors = standard_errors(query, answer, total, stddev=1e-3)
     assert errors["sum_error"] == pytest.approx(1e-3 * CLASSES**0.5, rel=0.2)
     assert 0 < errors["share_error"] < 1e-3
+    with_errors = answer | {"sum_error": 2.0}  # the query's own
+    assert standard_errors(query, with_errors, total, stddev=1e-3) == {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -155,7 +155,7 @@ def planned_rounds(
     if planned.rounds == 0:
         constants = ""
         if pilot is not None:
-            lines = pilot.lines(dimension=parameter_count(task.model()))
+            lines = pilot.lines(dimension=parameter_count(task))
             constants = f". The pilot run found\n{lines}"
         raise UnfitSetting(
             f"run-config planner={settings.planner!r}: no number of rounds makes the bound of "
