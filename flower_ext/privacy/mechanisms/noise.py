@@ -88,7 +88,7 @@ class NoiseSource(ABC):
 
     @abstractmethod
     def _generator(self) -> np.random.Generator:
-        """Return the generator of the next release."""
+        """Return the generator that draws the noise of the next release."""
 
     def add_gaussian(
         self, update: NamedArrays, stddev: float, *, grid: float | None = None
