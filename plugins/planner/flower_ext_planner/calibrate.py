@@ -46,7 +46,7 @@ def calibrate(
     sampling_rate: Annotated[
         float | None,
         typer.Option(
-            help="r: share of the clients in each round; with --unit user, of the records in "
+            help="r: fraction of the clients in each round; with --unit user, of the records in "
             "each step."
         ),
     ] = None,
