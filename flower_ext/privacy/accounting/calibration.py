@@ -63,7 +63,7 @@ def calibrate_noise_multiplier(
     if (alone := privacy_loss_of(others, delta=delta).epsilon) > epsilon:
         raise TargetOutOfReach(
             f"epsilon={epsilon!r} at delta={delta!r}: the run's other releases, such as its "
-            f"evaluations, alone spend {alone:.4g}; give them more noise, or raise epsilon or "
+            f"evaluations, alone spend ε = {alone:.4g}; give them more noise, or raise epsilon or "
             "delta"
         )
 

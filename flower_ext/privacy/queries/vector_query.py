@@ -91,7 +91,7 @@ class VectorQuery(Checked, ABC):
 
         ``stddev`` is the standard deviation of the noise on each element. Other errors are
         not in it: if clients fail or clip their vectors, the sum is further from the exact sum, and
-        the server cannot know how far. If the result has ``x_error``, it is the standard error of ``x``.
+        the server cannot know how far. An entry ``x_error`` is the standard error of ``x``.
         """
 
     def describe(self) -> str:
