@@ -108,8 +108,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 def read_secret(path: Path, name: str, expected: str) -> bytes:
     """Return the content of a secret file; refuse a file that other users can read.
 
-    Errors call the file the value of the setting ``name``, and end with the file that is
-    ``expected``.
+    Errors begin with ``name``, the setting that names the file. If the file is missing, they end
+    with ``expected``, a description of the right file.
     """
     try:
         with path.open("rb") as stream:
@@ -207,7 +207,7 @@ def lock(path: Path, *, seconds: float = LAST_MOMENTS) -> IO[str]:
 
 
 def not_written(path: Path, error: OSError) -> OSError:
-    """Return the same error with the name of the file in its message."""
+    """Return ``error`` with a message that names the file, which cannot be written."""
     return type(error)(error.errno, f"{error.strerror or error}: cannot be written", str(path))
 
 

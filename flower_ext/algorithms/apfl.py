@@ -83,7 +83,7 @@ def descend_mixture(work: ClientWork, job: Job) -> Params:
 
 
 def mixture(v: Mapping[str, Tensor], w: Mapping[str, Tensor], alpha: float) -> Params:
-    """Return α v + (1 − α) w, over the names of v."""
+    """Return α v + (1 − α) w for the parameters that are in v."""
     return {name: alpha * p + (1 - alpha) * w[name] for name, p in v.items()}
 
 

@@ -96,7 +96,7 @@ class DP2FedSAM(Method):
         return {"head": self.head} if self.adapt_before_evaluation else {}
 
     def published(self, plan: PrivacyPlan, run: RunSummary) -> list[Guarantee]:
-        """Return the guarantee of Theorem 2."""
+        """Return the guarantee of Theorem 2 of DP²-FedSAM."""
         return theorem2_of_plan(plan, run)
 
 

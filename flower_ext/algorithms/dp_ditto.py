@@ -13,10 +13,10 @@ u_n, η_G              the local model, ``local.learning_rate``
 N, C, σ_u, T          ``plan``: a `RecordLevelPlan`
 ====================  =====================================================
 
-The personal objective (3a) is f_n(ϖ) = (1 − λ/2) F_n(ϖ) + (λ/2) ‖ϖ − ω‖². Only u_n leaves the
-client, after `flower_ext.federation` has clipped it and added noise. The only noise in ϖ_n comes
-from ω. A client's ϖ_n begins as the first ω that it receives. With a `NonPrivatePlan` the
-method is Ditto.
+The personal objective (3a) is f_n(ϖ) = (1 − λ/2) F_n(ϖ) + (λ/2) ‖ϖ − ω‖², where F_n is the
+client's loss. Only u_n leaves the client, after `flower_ext.federation` has clipped it and added
+noise. The only noise in ϖ_n comes from ω. A client's ϖ_n begins as the first ω that it receives.
+With a `NonPrivatePlan` the method is Ditto.
 
 If ``plan.steps`` is set, each local step clips every record's gradient and adds noise, and the
 upload gets no further noise.

@@ -81,7 +81,7 @@ class DPFedAvg(Method):
         return {} if self.fine_tuning is None else {"fine_tuning": self.fine_tuning}
 
     def published(self, plan: PrivacyPlan, run: RunSummary) -> list[Guarantee]:
-        """Return the guarantee of Theorem 2."""
+        """Return the guarantee of Theorem 2 of DP²-FedSAM."""
         return theorem2_of_plan(plan, run)
 
 

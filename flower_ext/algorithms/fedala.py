@@ -147,7 +147,7 @@ class FedALA(Method):
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
-        """The phases of local training: of the local model, of W, and of W for the first time."""
+        """The phases of local training: the local model, W, and a client's first training of W."""
         weights = LocalTraining(
             epochs=1, batch_size=self.local.batch_size, learning_rate=self.weight_learning_rate
         )

@@ -13,9 +13,9 @@ w_i, u_i              the client's memory, the model that the client receives
 λ/α_k                 ``attraction``
 ====================  =====================================================
 
-Client i descends F_i(w) + (λ/2α_k) ‖w − u_i‖² from its own last w_i. Under a `RecordLevelPlan` the
-client uploads a clipped and noised version of w_i. The server compares and mixes only these
-uploads; the exact w_i stays on the client.
+Client i descends F_i(w) + (λ/2α_k) ‖w − u_i‖² from its own last w_i, where F_i is its loss. Under a
+`RecordLevelPlan` the client uploads a clipped and noised version of w_i. The server compares and
+mixes only these uploads; the exact w_i stays on the client.
 """
 
 from __future__ import annotations

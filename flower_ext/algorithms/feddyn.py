@@ -43,9 +43,9 @@ H = "h"
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """Minimise L_k(θ) − ⟨∇L_k(θ_k), θ⟩ + (α/2) ‖θ − θ_server‖², where θ_server was received.
+    """Minimise L_k(θ) − ⟨∇L_k(θ_k), θ⟩ + (α/2) ‖θ − θ_server‖², where L_k is the client's loss.
 
-    Then update the gradient ∇L_k(θ_k) in the client's memory.
+    θ_server is the received model. Then update the gradient ∇L_k(θ_k) in the client's memory.
     """
     alpha, server = work.settings["regularization"], work.received
     gradient = work.memory or {name: torch.zeros_like(p) for name, p in server.items()}
@@ -95,7 +95,7 @@ class FedDyn(Method):
         return self.regularization
 
     def init(self, model: Arrays, population: int) -> State:
-        """Return h = 0."""
+        """Return the initial state, with h = 0."""
         h = {name: np.zeros_like(array) for name, array in model.items()}
         return super().init(model, population).updated(server={H: h})
 

@@ -35,9 +35,9 @@ class Hosted(DPFedAvg):
     """Federated averaging with the server step of a Flower strategy.
 
     The Flower strategy is FedAvg or a subclass that sends only the model and the configuration:
-    FedAvgM, FedProx, FedAdam, FedYogi, FedMedian and others. It never sees a reply that fails a
-    check of this package. It sees the round numbers 1, 2, 3, …, because FedAdam's bias correction
-    needs consecutive numbers. A round that yields no new model gets no number.
+    FedAvgM, FedProx, FedAdam, FedYogi, FedMedian and others. The strategy never sees a reply that
+    fails a check of this package. It sees the round numbers 1, 2, 3, …, because FedAdam's bias
+    correction needs consecutive numbers. A round that yields no new model gets no number.
 
     Two kinds of plans do not fit: a `ReleasePlan`, because the strategy needs each client's model,
     and a plan with Poisson sampling, because the strategy waits for a cohort of a fixed size.
@@ -147,10 +147,10 @@ class Hosted(DPFedAvg):
         return server
 
     def check_update(self, update: records.Update) -> None:
-        """Refuse an update without a positive weight, the metric that ``weighted_by_key`` names."""
+        """Refuse an update unless its weight, the metric ``weighted_by_key``, is above 0."""
         if not update.metrics.get(self.strategy.weighted_by_key, 0) > 0:
             raise RefusedReply(
-                f"metric {self.strategy.weighted_by_key!r} is missing or not above 0"
+                f"metric {self.strategy.weighted_by_key!r}: expected a number above 0"
             )
 
     def step(

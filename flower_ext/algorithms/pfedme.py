@@ -6,7 +6,7 @@ Source: T Dinh, Tran, Nguyen, "Personalized Federated Learning with Moreau Envel
 ====================  =====================================================
 paper                 here
 ====================  =====================================================
-w, θ_i                the shared model (``arrays``), the client's memory
+w, w_i, θ_i           the shared model (``arrays``), the client's copy, its memory
 R, |D|, η             ``local``: epochs (or steps), batch_size, learning_rate
 K, η_p                ``personal_training``: steps on each mini-batch, learning_rate
 λ                     ``attraction``

@@ -97,7 +97,7 @@ class Scaffold(Method):
         )
 
     def init(self, model: Arrays, population: int) -> State:
-        """Return c = 0."""
+        """Return the initial state, with c = 0."""
         control = {name: np.zeros_like(x) for name, x in model.items()}
         return super().init(model, population).updated(everyone={CONTROL: control})
 

@@ -7,9 +7,10 @@ Computation" (TMLR 2024), Algorithm 1.
 server extrapolates the last step, sends nothing and uses no data, so the round spends no privacy
 (Lemma 6.1: post-processing).
 
-The m-th even round moves on by c_m times the last step: w̄²ᵐ = w̄²ᵐ⁻¹ + c_m (w̄²ᵐ⁻¹ − w̄²ᵐ⁻²). The
-paper writes c_m in two ways (Eq. 6, and Algorithm 1), and its theory assumes `proximal_ratio`. A
-number is the coefficient of every even round. With 0, an even round returns the model unchanged.
+The m-th even round moves on by c_m times the last step: w̄²ᵐ = w̄²ᵐ⁻¹ + c_m (w̄²ᵐ⁻¹ − w̄²ᵐ⁻²), where
+w̄ᵗ is the model after round t. The paper writes c_m in two ways (Eq. 6, and Algorithm 1), and its
+theory assumes `proximal_ratio`, where μ is ``proximal_weight`` and λ is ``penalty``. A number is
+the coefficient of every even round. With 0, an even round returns the model unchanged.
 
 ====================  ==================================  ================================
 coefficient           c_m                                 source

@@ -16,7 +16,7 @@ WITHDRAWN = "withdrawn"  # a user or client that withdrew: unit, number
 FORGOTTEN = "forgotten"  # a client that withdrew, and whose node deleted its memory: number
 
 WITHOUT_NOISE = "training without noise"
-"""``what`` in the disclosure of a run that promises nothing against any adversary."""
+"""Value of the field ``what`` in the entry of a run that promises nothing to anybody."""
 
 
 def label_of(entry: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Base classes of plans, which a user writes, and the plan of a run without privacy."""
+"""Base classes of plans, and the plan of a run without privacy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 
 
 class PrivacyPlan(ABC):
-    """A user's decisions about the privacy of a run.
+    """The decisions about the privacy of a run, made before it begins.
 
     `mechanism` returns the object that carries out these decisions in each round. A plan of noised
     sums makes a separate object, because the computation depends on the method and may change from

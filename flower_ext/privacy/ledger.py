@@ -26,7 +26,7 @@ from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.guarantee import epsilon_text
 
 GENESIS = "0" * 64
-"""Stands in the first line, in place of the hash of the line before."""
+"""Field ``prev`` of the first line; in every other line, the hash of the line before it."""
 
 
 class BudgetExhausted(FlowerExtError, RuntimeError):

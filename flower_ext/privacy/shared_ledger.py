@@ -95,7 +95,7 @@ def check_charged(path: Path, run: str, rounds: Mapping[str, int]) -> None:
     """Refuse an account that lacks some of the rounds that a run has made.
 
     ``rounds`` has the number of the run's answers to each query, by its name. Training rounds have
-    the empty name. All rounds of a run without noise have a single note.
+    the empty name. A run without noise has one entry for all its rounds, so give 1 at most.
     """
     charges = Counter(
         entry.get("query", "")

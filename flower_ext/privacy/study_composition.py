@@ -171,7 +171,7 @@ class RunCharges:
     by_query: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """The charges for each query, by its name; training rounds have the empty name."""
     stretches: list[dict[str, Any]] = field(default_factory=list)
-    """For each stretch, the newest (ε, δ) for each view. It covers the whole stretch."""
+    """For each stretch and view, the claim with the largest ε, which covers the whole stretch."""
     starts: list[set[str]] = field(default_factory=list)
     guarantees: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -223,7 +223,8 @@ class RunCharges:
     def against(self, view: AdversaryView) -> _Part:
         """Return the run's contribution to the total privacy loss, for one adversary's view.
 
-        It has the releases that count for this view, or (ε, δ) of rounds with unknown releases.
+        The result has the releases that count for this view, or (ε, δ) of rounds with unknown
+        releases.
         """
         part = _Part(run=self, view=view)
         if view is _MODELS and self.charges[0]["release"] is not None:

@@ -17,7 +17,7 @@ class NeighboringRelation(StrEnum):
     """The difference between two neighbouring data sets.
 
     ``REPLACE_SPECIAL`` replaces one unit's contribution by zeros, but the unit visibly takes
-    part in both data sets. It is the relation for an adversary who sees which units took part.
+    part in both data sets. Use it against an adversary who sees which units took part.
     """
 
     ADD_OR_REMOVE_ONE = "add-or-remove-one"

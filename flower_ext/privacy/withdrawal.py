@@ -2,8 +2,8 @@
 
 When a user or client withdraws, the study's account (`shared_ledger`) records the number of this
 unit and nothing else. A run charges each round to the account, then reads the account, and only
-then asks clients. A round that is charged after the withdrawal therefore uses no data of the
-person.
+then sends requests to clients. A round that is charged after the withdrawal therefore uses no data
+of the person.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def decrypt(key: bytes, encrypted: bytes | memoryview, header: bytes) -> bytes:
         return ChaCha20Poly1305(key).decrypt(nonce, text, header)
     except (InvalidTag, ValueError) as error:
         raise InvalidValue(
-            "encrypted message: its bytes, the key or the header differ from the encryption's"
+            "encrypted message: expected bytes that encrypt returned for the same key and header"
         ) from error
 
 

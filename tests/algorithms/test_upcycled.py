@@ -967,7 +967,7 @@ def test_a_hosted_server_refuses_a_client_that_does_not_send_its_weight():
     grid = InProcessGrid(app, num_clients=CLIENTS)
     (model,) = models_of(strategy, rounds=1, grid=grid)[1:]
     (refusal,) = strategy.refusals
-    assert "'num-examples' is missing or not above 0" in refusal
+    assert "'num-examples': expected a number above 0" in refusal
     same(model, np.mean([towards_own_point(START, i) for i in (0, 1, 3, 4)], axis=0))
 
 

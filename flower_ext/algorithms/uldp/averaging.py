@@ -10,6 +10,7 @@ x                     the shared model (``arrays``)
 S, U, q               ``num_silos``; ``plan.sampling``: ``population``, ``sampling_rate``
 C, σ                  ``plan.clipping_norm``, ``plan.noise_multiplier``
 w_{s,u}               ``weighting``; see `weights`
+Δ_{s,u}, Δ_s          update of user u in silo s; upload of silo s
 Q, η_l                ``local.epochs`` (or ``steps``), ``local.learning_rate``
 η_g                   ``server.learning_rate``; the paper's theory takes `theory_learning_rate`
 ====================  =====================================================
@@ -19,7 +20,7 @@ users; each round uses the same sample of users in every silo. A user's mini-bat
 that user's number and records.
 
 Under a plan with secure sums, the secure sum runs over the silos. With a `weighted_sum`, no party
-learns the weights n_{s,u}/N_u. The module `silo_training` trains a silo's users.
+learns the weights w_{s,u}. The module `silo_training` trains a silo's users.
 """
 
 from __future__ import annotations
@@ -144,8 +145,9 @@ class UldpAvg(Method):
     num_silos : int
         Number of silos. The server asks all of them in every round.
     weighting : {"equal", "by-records"}
-        "equal" sets w_{s,u} = 1/|S|, and "by-records" sets n_{s,u}/N_u. For "by-records", silos
-        send the server how many records each user has, unless the run uses a `weighted_sum`.
+        "equal" sets w_{s,u} = 1/|S|. "by-records" sets w_{s,u} to the fraction of the user's
+        records that silo s holds. Silos then send the server how many records each user has,
+        unless the run uses a `weighted_sum`.
     user_draw : {"server", "silos"}
         The party that draws the users of a round, unless a `weighted_sum` with ``draw_choices``
         draws them. With "silos", the silos draw from a key that the server does not have

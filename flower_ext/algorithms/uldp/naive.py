@@ -12,8 +12,8 @@ C, σ                  ``clipping_norm``, ``noise_multiplier`` of the given plan
 Q, η_l, η_g           ``local.epochs``, ``local.learning_rate``, ``server.learning_rate``
 ====================  =====================================================
 
-The paper prints Δ = x_t − x_s although its server adds Δ. Here Δ is x_s − x_t, as in the paper's
-other algorithms.
+The paper prints Δ = x_t − x_s, the received model minus the trained one, although its server adds
+Δ. Here Δ is x_s − x_t, as in the paper's other algorithms.
 """
 
 from __future__ import annotations

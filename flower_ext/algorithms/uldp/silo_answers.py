@@ -22,9 +22,9 @@ MOST_RECORDS = 2**40
 def answer_server(question: Question) -> Params:
     """Check that each record has a user, and return the arrays for which the server asks.
 
-    They hold each user's number of records, and the fingerprint of the key from which silos draw
-    users. If the server asks for neither, the answer is empty and reveals nothing, not even whether
-    the silo has a record.
+    The arrays hold each user's number of records, and the fingerprint of the key from which silos
+    draw users. If the server asks for neither, the answer is empty and reveals nothing, not even
+    whether the silo has a record.
     """
     num_users = int(question.values[NUM_USERS])
     owners = owned(question.data, num_users).owners
@@ -51,7 +51,7 @@ def ask_silos(
     Returns
     -------
     numpy.ndarray
-        n_{s,u} as int64 (silos, users); of shape (silos, 0) without ``histogram``.
+        Numbers of records as int64 (silos, users); of shape (silos, 0) without ``histogram``.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def ask_silos(
 
 
 def read_silo_answer(reply: Message, num_users: int, silos_draw: bool) -> tuple[np.ndarray, bytes]:
-    """Return a silo's answers: its counts and the fingerprint of its key, each empty if unasked."""
+    """Return a silo's counts and its key's fingerprint; each is empty if it was not requested."""
     arrays = read_answer(reply)
     optional = {HISTOGRAM: num_users > 0, FINGERPRINT: silos_draw}
     expected = {name for name, is_expected in optional.items() if is_expected}

@@ -37,7 +37,7 @@ DISCLOSURES: Mapping[Weighting, Sequence[str]] = {
     "equal": (),
     "by-records": (
         "how many records each user has in each silo: the silos tell the server",
-        "which share of each of its users' records a silo has: the server tells the silo",
+        "which fraction of each of its users' records a silo has: the server tells the silo",
     ),
 }
 """Facts that unencrypted weights reveal, and to whom. No guarantee covers them."""
@@ -107,7 +107,7 @@ def read_weights(work: ClientWork) -> np.ndarray:
         num_users, sent = int(work.settings[NUM_USERS]), work.state[USER_WEIGHTS]
         bits, of_sampled = sent[SAMPLED].numpy(), sent[WEIGHTS].numpy()
         if bits.shape != (-(-num_users // 8),):
-            raise InvalidValue(f"sampled users: expected {num_users} bits, got {bits.size} bytes")
+            raise InvalidValue(f"sampled users: expected a bit for each of {num_users} users")
         users = np.flatnonzero(np.unpackbits(bits, count=num_users))
         check_weights(of_sampled[np.newaxis], 1, users.tolist())
         weights = np.zeros(num_users)

@@ -84,11 +84,11 @@ def privacy_loss_of(
 def joint_loss(
     releases: Mapping[Release, int], spends: Sequence[PrivacyLoss], *, delta: float
 ) -> PrivacyLoss:
-    """Bound (ε, δ) of releases together with mechanisms whose (ε, δ) is all that is known.
+    """Bound (ε, δ) of releases together with mechanisms of which only (ε, δ) is known.
 
     ``spends`` are the (ε, δ) of these mechanisms. If their δ's add up to more than ``delta``, the
-    resulting ε is infinite. The function returns the smaller of the two bounds below. If PLD does
-    not cover a release, it returns the bound of basic composition:
+    resulting ε is infinite. If PLD does not cover a release, the function returns the bound of
+    basic composition. Otherwise, it returns the smaller of two bounds:
 
     * Basic composition subtracts the mechanisms' δ's from ``delta``, computes ε of the releases at
       the remaining δ, and adds the mechanisms' ε's.

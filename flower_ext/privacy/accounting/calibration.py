@@ -21,7 +21,7 @@ _LEAST_NOISE = 1e-3
 
 
 class TargetOutOfReach(InvalidValue):
-    """No allowed value meets the target."""
+    """No allowed value, such as a noise multiplier, meets the target (ε, δ)."""
 
 
 def calibrate_noise_multiplier(
@@ -63,7 +63,7 @@ def calibrate_noise_multiplier(
     if (alone := privacy_loss_of(others, delta=delta).epsilon) > epsilon:
         raise TargetOutOfReach(
             f"epsilon={epsilon!r} at delta={delta!r}: the run's other releases, such as its "
-            f"evaluations, alone spend {alone:.4g}; give them more noise, or raise epsilon or "
+            f"evaluations, alone spend ε = {alone:.4g}; give them more noise, or raise epsilon or "
             "delta"
         )
 
@@ -101,9 +101,9 @@ def least_noise_multiplier(
 
 
 def bisect(fits: Callable[[float], bool], *, safe: float, unsafe: float, tolerance: float) -> float:
-    """Return a value that ``fits`` accepts, at most the fraction ``tolerance`` from one it rejects.
+    """Return a value that ``fits`` accepts, within the fraction ``tolerance`` of a rejected value.
 
-    It lies between ``safe``, which ``fits`` accepts, and ``unsafe``, which ``fits`` rejects.
+    The result is between ``safe``, which ``fits`` accepts, and ``unsafe``, which ``fits`` rejects.
     """
     while abs(safe - unsafe) > tolerance * max(safe, unsafe):
         middle = (safe + unsafe) / 2

@@ -81,7 +81,7 @@ class Release(Checked, JsonRecord):
     sampling : Sampling
     noise_multiplier : float
         Standard deviation of the noise on the sum, divided by the norm bound of one
-        contribution. It does not depend on the relation.
+        contribution. The relation does not change it.
     relation : NeighboringRelation
     approximation_error : float
         Bound on each of two errors of the sum, in standard deviations of the noise. The first error

@@ -100,7 +100,7 @@ def _binomial(count: int, rate: float) -> tuple[list[float], list[float]]:
 
 
 def _by_central_limit(silo: DpSgd, group_size: int, delta: float) -> float:
-    """Return a rough estimate of ε, which treats all steps as one Gaussian. It may be 0."""
+    """Return a rough estimate of ε, by treating all steps as one Gaussian; it may be 0."""
     exponent = silo.noise_multiplier**-2
     if exponent > 100:
         return math.inf

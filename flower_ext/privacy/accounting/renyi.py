@@ -52,7 +52,7 @@ def renyi_loss(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLo
 def _bounds(curve: Iterable[float]) -> list[float]:
     """Return divergences; a negative one or NaN, from a failed computation, becomes infinite.
 
-    dp-accounting would return an ε of 0 for it.
+    Otherwise, dp-accounting would return an ε of 0 for such a divergence.
     """
     return [divergence if divergence >= 0 else math.inf for divergence in curve]
 

@@ -146,7 +146,7 @@ class ClippedSum(RunningSum):
         self.bound = bound
 
     def add(self, update: NamedArrays) -> None:
-        """Clip an update, and add it."""
+        """Clip an update, and add it to the sum."""
         check_arrays(update)
         wide: NamedArrays = in_float64(update)
         norm = plain_norm(wide) / self.bound

@@ -213,8 +213,8 @@ class CorrelatedNoise(Checked):
         Number of decaying buffers. With two buffers, the noise in the models is already within a
         tenth of the optimum. The server keeps ``buffers`` + 1 vectors of the model's size.
     bands : int
-        Number of bands, with the diagonal. If it is above 0, the noise uses bands and no buffers,
-        and the server keeps ``bands`` − 1 vectors.
+        Number of bands, including the diagonal. If it is above 0, the noise uses bands and no
+        buffers, and the server keeps ``bands`` − 1 vectors.
     momentum : float
         μ of the server's `Sgd`. Momentum averages out noise whose sign changes from round to round,
         so the best matrix for a server with momentum cancels more of a round's noise. The guarantee
@@ -236,8 +236,8 @@ class CorrelatedNoise(Checked):
     def matrix(self, rounds: int, *, rounds_apart: int, participations: int) -> StrategyMatrix:
         """Return the matrix that minimises `model_error` times `sensitivity`, by L-BFGS.
 
-        ``rounds_apart`` and ``participations`` are b and k (see the table above). This takes
-        seconds for thousands of rounds. Results are cached.
+        ``rounds_apart`` and ``participations`` are b and k (see the table above). The search
+        takes seconds for thousands of rounds. Results are cached.
         """
         fit, size = (_best_bands, self.bands) if self.bands else (_best_buffers, self.buffers)
         return fit(size, rounds, rounds_apart, participations, self.momentum)

@@ -88,7 +88,7 @@ class NoiseSource(ABC):
 
     @abstractmethod
     def _generator(self) -> np.random.Generator:
-        """Return the generator of the next release."""
+        """Return the generator that draws the noise of the next release."""
 
     def add_gaussian(
         self, update: NamedArrays, stddev: float, *, grid: float | None = None
@@ -213,9 +213,8 @@ def _noised(name: str, array: Any, stddev: float, grid: float, rng: np.random.Ge
             rest *= 1 / grid
             if not float(namespace.max(namespace.abs(rest))) <= _MOST_CELLS:
                 raise NonFiniteUpdate(
-                    f"{name!r} is not finite, or has numbers so large that float64 cannot hold "
-                    f"them together with noise of standard deviation {stddev:g}: clip the array "
-                    "before it is noised"
+                    f"{name!r}: expected finite numbers, small enough for float64 to add noise of "
+                    f"standard deviation {stddev:g} to them; clip the array before it is noised"
                 )
             whole = namespace.round(rest)
             rest -= whole

@@ -41,7 +41,7 @@ NoisePlacement = Literal["client", "server"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseTerms(Checked):
-    """The values that a user chooses for a run of noised sums; see `ReleasePlan`."""
+    """The fields that `ReleasePlan` and `NoisedSum` share; `ReleasePlan` explains them."""
 
     sampling: Sampling
     clipping_norm: float | AdaptiveClipping

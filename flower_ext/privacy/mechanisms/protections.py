@@ -41,7 +41,7 @@ class Protection:
     num_examples: int | None = None
     """Number of training examples that a client must have; None if any number will do."""
     hides_failures: ClassVar[bool] = True
-    """True if a client whose training fails may send the received model, because of the noise."""
+    """True if a client whose training fails may send the received model, which noise hides."""
     of_units: bool = False
     """True if the upload must be a sum over units, in which each unit's contribution is clipped."""
     cell: float | None = None
@@ -298,7 +298,7 @@ def _bound_text(bound: float, cell: float | None) -> str:
 
 def _unfit_bound(bound: str, expected: str) -> InvalidValue:
     return InvalidValue.tellable(
-        f"the method sets {bound} for each unit's part of the update: the plan expects {expected}"
+        f"each unit's part of the update: the method sets {bound}, but the plan expects {expected}"
     )
 
 
@@ -313,7 +313,7 @@ class ProtectedByServer(Protection):
 
 @dataclass(frozen=True)
 class ProtectedByTraining(Protection):
-    """Do not change the upload; the training added noise, see ``dp_sgd`` of the `ClientMethod`."""
+    """Do not change the upload; the training added noise (see ``dp_sgd`` of `ClientMethod`)."""
 
     bounds_uploads = False
     hides_failures = False  # as for `ClipSteps`

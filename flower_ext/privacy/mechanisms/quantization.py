@@ -143,9 +143,9 @@ def out_of_cells(cells: Cells, cell: float, like: NamedArrays) -> dict[str, np.n
 
 
 def _rows_in_cells(exact: Any, clipping_norm: float, cell: float, shares: np.ndarray) -> Any:
-    """Clip each row of ``exact``, multiply it by its share, and round it to cells, as int64.
+    """Clip each row of ``exact``, multiply it by its weight in ``shares``, and round it to cells.
 
-    The function overwrites ``exact``.
+    The result is int64. The function overwrites ``exact``.
     """
     namespace = api.array_namespace(exact)
 

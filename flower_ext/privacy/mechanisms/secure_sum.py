@@ -252,7 +252,7 @@ class SecureSum(Checked):
         )
 
     def describe(self) -> str:
-        """Return one line for the log."""
+        """Describe the settings in one line, for the log."""
         kind = "signed secure sums" if self.signed else "secure sums"
         return f"{kind} (up to {self.colluding:g} collude, {self.dropouts:g} are lost)"
 
@@ -303,7 +303,7 @@ class _Cohort:
     def _succeeds(self, num_neighbors: int, threshold: int) -> bool:
         """Return True if each remaining member keeps at least ``threshold`` neighbours.
 
-        The probability that a run has a member with fewer must be at most 2⁻²⁰.
+        The probability that a run has a member with fewer neighbours must be at most 2⁻²⁰.
         """
         others = self.members - 1
         few = _hypergeometric().cdf(threshold - 1, others, others - self.lost, num_neighbors)
@@ -312,7 +312,7 @@ class _Cohort:
     def _is_secure(self, num_neighbors: int, threshold: int) -> bool:
         """Return True if colluders unmask nobody and the honest members' graph stays connected.
 
-        The probability that a run violates one of these properties must be at most 2⁻⁴⁰ for each.
+        For each of these properties, the probability that a run violates it must be at most 2⁻⁴⁰.
         """
         law, members = _hypergeometric(), self.members
         shares = self._shares(num_neighbors, threshold)
@@ -362,7 +362,7 @@ def _least(holds: Callable[[int], bool], low: int, high: int) -> int:
 
 
 def _hypergeometric() -> Any:
-    """Return SciPy's hypergeometric distribution, imported only here: that takes 0.5 s."""
+    """Import and return SciPy's hypergeometric distribution; the import takes 0.5 s."""
     from scipy.stats import hypergeom
 
     return hypergeom

@@ -164,7 +164,7 @@ def require_finite(update: NamedArrays, where: str, remedy: str) -> None:
 
 
 def as_float64(array: Any) -> Any:
-    """Return a copy in float64."""
+    """Return a copy of an array in float64."""
     namespace = api.array_namespace(array)
     return namespace.astype(array, namespace.float64)
 

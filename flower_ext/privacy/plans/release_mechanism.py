@@ -147,7 +147,7 @@ class SpacedRelease(ReleaseMechanism):
     ----------
     For any number of rounds, the run is one Gaussian mechanism with the noise multiplier
     ``noise_multiplier``. The adversary sees all released models and who took part. The caller must
-    give each round a noise source with the noise y that ``strategy`` determines for that round.
+    give each round a noise source with the noise that ``strategy`` determines for that round.
     """
 
     sampling: SpacedSampling
@@ -169,8 +169,8 @@ class SpacedRelease(ReleaseMechanism):
     def noised_value(self, run: RunSummary, cohort_size: int) -> NoisedValue:
         """Return the first round's sum, with a sensitivity that stands for the whole run.
 
-        With this sensitivity, the noise multiplier of the round equals that of the run. In every
-        later round, the noise depends on the noise of earlier rounds.
+        With this sensitivity, the noise multiplier of the sum equals that of the run. The first
+        round stands for the run, because later noise depends on the noise of earlier rounds.
         """
         value = super().noised_value(run, cohort_size)
         stddev = value.stddev * float(self.strategy.inverse(1)[0])

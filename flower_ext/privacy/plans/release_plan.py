@@ -148,7 +148,7 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         return cls(noise_multiplier=multiplier, **terms)
 
     def describe(self) -> str:
-        """Return one line for the log."""
+        """Describe the plan in one line, for the log."""
         sums, norm = self.secure_sum, self.clipping_norm
         clipped = norm.describe() if isinstance(norm, AdaptiveClipping) else f"{norm:g}"
         by = "client" if sums else self.noise_placement

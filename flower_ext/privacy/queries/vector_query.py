@@ -51,7 +51,7 @@ class VectorQuery(Checked, ABC):
     """
 
     name: ClassVar[str]
-    """Name in messages, accounts and logs."""
+    """Name of the query in messages, accounts and logs."""
     schedule: ClassVar[Literal["first", "in evaluations"]] = "first"
     """Time of the query: "first" is before the first training round; "in evaluations" is in each
     evaluation, and the answer replaces the scores that clients would report."""
@@ -89,11 +89,11 @@ class VectorQuery(Checked, ABC):
     def answer(self, total: NDArray[np.float64], stddev: float) -> dict[str, float]:
         """Compute the released numbers, by name, from the noised sum, of shape (size,).
 
-        ``stddev`` is the standard deviation of the noise on each element. It covers noise only: if
-        clients fail or clip their vectors, the sum is further from the exact one, and the server
-        cannot know how far. If the result has ``x_error``, it is the standard error of ``x``.
+        ``stddev`` is the standard deviation of the noise on each element. Other errors are
+        not in it: if clients fail or clip their vectors, the sum is further from the exact sum, and
+        the server cannot know how far. An entry ``x_error`` is the standard error of ``x``.
         """
 
     def describe(self) -> str:
-        """Return a short description for the log."""
+        """Return a short description of the query, for the log."""
         return f"{self.name} in secure sums, noise multiplier {self.noise_multiplier:.4g}"

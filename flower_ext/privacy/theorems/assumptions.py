@@ -131,9 +131,9 @@ def of_secure_sum(mechanism: NoisedSum) -> tuple[str, ...]:
 def share_texts(mechanism: NoisedSum, divisor: str, *, uploads: str) -> tuple[str, str, str]:
     """Return texts on a client's share of the noise, for descriptions of losses to the server.
 
-    The first names the number whose root divides the stddev of the noise in a share: ``divisor``
-    without a secure sum. The other two are the suffixes that describe a loss from sums and a loss
-    from uploads. ``uploads`` stands for these uploads in the last suffix: "it" or "them".
+    The first text names the number m in σ/√m, the stddev of a share; without a secure sum, it is
+    ``divisor``. The second ends the description of a loss from sums, and the third that of a loss
+    from uploads. In the third, ``uploads`` is the pronoun for the uploads: "it" or "them".
     """
     if mechanism.secure_sum is None:
         return divisor, "", ""

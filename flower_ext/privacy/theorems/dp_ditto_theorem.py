@@ -135,7 +135,7 @@ class ClippedSteps(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordLevelTerms(Checked):
-    """The values that a user chooses for a run of noised models; see `RecordLevelPlan`."""
+    """The fields of a `RecordLevelPlan` on which ε depends; `RecordLevelPlan` explains them."""
 
     sampling: Sampling
     clipping_norm: Scale
@@ -171,10 +171,10 @@ class RecordLevelTerms(Checked):
 
 
 def noised_values(clipping_norm: float, steps: ClippedSteps | None) -> tuple[float, int]:
-    """Return the sensitivity of a noised value, and how many of a round may use the same record.
+    """Return the sensitivity of a noised value, and how many values of a round may use one record.
 
-    The noised values are local steps or, without ``steps``, whole clipped models. Models trained on
-    neighbouring data may lie at opposite ends of the ball.
+    The noised values are local steps or, without ``steps``, whole clipped models. Two clipped
+    models may be 2C apart, because clipping only ensures that each has a norm of at most C.
     """
     return (2 * clipping_norm, 1) if steps is None else (steps.sensitivity, steps.uses_per_round)
 

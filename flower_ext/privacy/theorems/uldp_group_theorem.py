@@ -107,7 +107,8 @@ def lemma_9(
 ) -> tuple[float, float]:
     """Return Lemma 9's smallest ε of a group of 2^``doublings`` records, and its Rényi order α.
 
-    Lemma 9 holds for α ≥ 2^(``doublings`` + 1); this function skips only α ≤ 2^``doublings``.
+    Lemma 9 requires α ≥ 2^(``doublings`` + 1). To reproduce the authors' figures, this function
+    also tries smaller ``orders``, and skips only α ≤ 2^``doublings``.
     """
     tried = tuple(float(order) for order in orders if order > 2**doublings)
     curve = sampled_gaussian_renyi(silo.noise_multiplier, silo.sampling_rate, tried)

@@ -59,7 +59,7 @@ from flower_ext.privacy.theorems.claims import Claims, DescribedLoss, amplified_
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 Weighting = Literal["equal", "by-records"]
-"""Rule for a user's weight in a silo: 1/|S| for all, or the silo's share of the user's records."""
+"""Rule for a user's weight in a silo: 1/|S|, or the fraction of the user's records in the silo."""
 
 _AT_SERVER = NeighboringRelation.REPLACE_SPECIAL
 """Relation for a server that knows the sample: a neighbouring data set replaces a user by zeros."""

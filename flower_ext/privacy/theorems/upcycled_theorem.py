@@ -361,7 +361,7 @@ def _of_both_bases(
 ) -> list[Guarantee]:
     """Return the published guarantee and the provable one, each with the largest ε of all clients.
 
-    Every pair belongs to these two guarantees.
+    In each pair of arguments, the first value belongs to the published guarantee.
     """
     published, provable = zip(*by_client.values(), strict=True) if by_client else ((), ())
     largest = max(provable, default=0.0)

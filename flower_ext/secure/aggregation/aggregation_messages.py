@@ -140,7 +140,7 @@ class UnmaskRequest(_RoundMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class Revealed(_RoundMessage):
-    """A member's shares of its neighbours' secrets: of each, a share of its seed or its mask key.
+    """From a member: for each neighbour, a share of the neighbour's seed or of its mask key.
 
     A neighbour is missing if the member could not open that neighbour's shares.
     """

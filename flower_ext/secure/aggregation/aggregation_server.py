@@ -178,7 +178,7 @@ class SumServer:
     def total(self) -> NDArray[np.int64]:
         """Close the round: remove the masks, and return the sum over `answered`, shape (length,).
 
-        Sums are known modulo 2^bits; of all integers that they may be, return those nearest to 0.
+        The server knows each number modulo 2^bits, and returns the possible value nearest to 0.
 
         Raise an `IncompleteRound` if too few valid shares of a secret arrived, or if the rebuilt
         secret does not fit the hash or public key that the member sent.

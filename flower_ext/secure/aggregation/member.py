@@ -175,7 +175,7 @@ class Member(JsonRecord):
         Raises
         ------
         ProtocolError
-            Fewer neighbours than the threshold sent shares, or one that sent no keys.
+            Fewer neighbours than the threshold sent shares, or a sender of shares sent no keys.
         InvalidValue
             ``values`` does not have the context's length and type, or a sender is no neighbour.
         """

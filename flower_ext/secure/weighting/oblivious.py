@@ -73,7 +73,7 @@ class Sender:
         self._run = run
         self._secret = _scalar(1 + secrets.randbelow(int(ORDER) - 1))
         self.public: bytes = crypto_scalarmult_ed25519_base_noclamp(self._secret)
-        """A, for the receiver."""
+        """The point A, which the receiver needs."""
 
     def seal(self, answer: bytes, texts: Sequence[Sequence[bytes]]) -> bytes:
         """Seal the P texts of each transfer under separate keys; return all sealed texts, joined.
@@ -126,7 +126,7 @@ class Receiver:
         choices = uniform_residues(derive(key, "choices", public), transfers, mpz(num_texts))
         scalars = uniform_residues(derive(key, "scalars", public), transfers, ORDER)
         self.choices = [int(choice) for choice in choices]
-        """Choice of each transfer."""
+        """For each transfer, the number of the chosen text, from 0."""
         self._scalars = [_scalar(int(scalar)) for scalar in scalars]
 
     @property

@@ -23,7 +23,7 @@ from flower_ext.secure.messages import unpack_numbers
 from flower_ext.secure.threads import map_slices
 
 SECURE_KEY_BITS = 3072
-"""128-bit security for factoring (NIST SP 800-57)."""
+"""Length of n in bits for 128-bit security against factoring (NIST SP 800-57)."""
 
 _LARGEST_KEY_BITS = 2**14
 

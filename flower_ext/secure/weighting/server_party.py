@@ -39,7 +39,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
     """
 
     sum_type: ClassVar[type[SumMessage]]
-    """Message with a silo's masked sum."""
+    """Class of the message with a silo's masked sum."""
 
     def __init__(self, settings: SettingsT) -> None:
         self.settings = settings
@@ -173,7 +173,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
     def _sealed_weights(self, number: int, sender: Sender, choices: bytes) -> ProtocolMessage:
         """Return ``draw_choices`` sealed weights for each user; the silos can open one of them.
 
-        In ``winning_choices`` of these places the user takes part, and in the others not.
+        With ``winning_choices`` of these weights the user takes part, and with the others not.
         ``choices`` is the answer of silo 0 to the offer of ``sender``.
         """
 

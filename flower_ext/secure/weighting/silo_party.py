@@ -306,7 +306,7 @@ class SiloSum(ABC):
             The sum is finished, updates were refused, or the silo used this round or a later one.
         ValueError
             The weights are malformed; or the noise is not finite, too large or, over ring-LWE, too
-            small. The round is not used then, and nothing has left the silo.
+            small. After this error, the round is unused, and nothing has left the silo.
         """
         self._expect_open()
         message = self._masked(self._vector("noise", noise))

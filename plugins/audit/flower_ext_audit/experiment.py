@@ -41,7 +41,7 @@ class Observation:
         step; None for a round without a secure sum.
     bare : Sequence[Mapping[int, Arrays]]
         For each round, by partition: the uploads to the secure sum that the server can read in the
-        clear, in the same units.
+        clear, in the units of ``sums``.
     """
 
     models: Sequence[Arrays]
@@ -64,7 +64,7 @@ def projected(
 ) -> Score:
     """Return a score that projects an observation on the canary's direction.
 
-    Under Gaussian noise, no other score tells runs with the canary better from runs without it. In
+    Under Gaussian noise, no other score separates runs with and without the canary better. In
     a secure round, this score projects the sum that the server computes. If no mask hides an upload
     of the canary, the score projects that upload instead.
 

@@ -26,7 +26,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy import gaussian_loss
 
 HELD_OUT = 0.25
-"""Share of the trials that choose the threshold."""
+"""Fraction of the trials that choose the threshold."""
 
 RATES, GAUSSIAN = "rates (Clopper-Pearson)", "Gaussian shift (valid for Gaussian mechanisms only)"
 

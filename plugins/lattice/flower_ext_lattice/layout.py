@@ -1,8 +1,8 @@
 """Sizes that the ring and both of its implementations share. This module imports nothing."""
 
 DEGREE = 4096
-"""n: coefficients of a polynomial."""
+"""n: number of coefficients of a polynomial."""
 LANES = 8
 """Number of polynomials that are transformed together. Their coefficients alternate in memory."""
 GROUP = DEGREE * LANES
-"""Coefficients of the polynomials that are transformed together."""
+"""Number of coefficients of all polynomials that are transformed together."""

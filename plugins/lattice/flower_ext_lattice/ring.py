@@ -46,7 +46,7 @@ class Prime:
 
     @cached_property
     def _root(self) -> int:
-        """Return a number whose n-th power is -1."""
+        """Return a number whose n-th power is -1 modulo the prime."""
         # The n-th power of this root is base^((q − 1) / 2), which is −1 for half of all bases.
         for base in range(2, 100):
             root = pow(base, (self.value - 1) // (2 * DEGREE), self.value)
@@ -66,12 +66,12 @@ class Prime:
 
     @cached_property
     def back(self) -> Reals:
-        """Inverses of `roots`."""
+        """Inverses of `roots` modulo the prime."""
         return self._powers(pow(self._root, -1, self.value))
 
     @cached_property
     def scale(self) -> float:
-        """Inverse of n."""
+        """Inverse of n modulo the prime."""
         return self.balanced(pow(DEGREE, -1, self.value))
 
     def _powers(self, root: int) -> Reals:

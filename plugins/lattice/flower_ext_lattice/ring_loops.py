@@ -335,7 +335,7 @@ def invert(x: Any, back: Any, q: Any, scale: Any) -> None:
 def switch(mod_q1: Any, mod_q2: Any, high: Any, low: Any, constants: Any, words: Any) -> None:
     """Implement `ring.switch`. Each row of ``constants`` belongs to one prime q.
 
-    These are q; 2^56 and 2^28 modulo q; the inverse of the other prime modulo q; and 2^16 (2^48 -
+    A row holds q; 2^56 and 2^28 modulo q; the inverse of the other prime modulo q; and 2^16 (2^48 -
     q) / q.
     """
     # By the Chinese remainder theorem, c / (q1 q2) is y1 / q1 + y2 / q2 modulo 1, where y1 is c

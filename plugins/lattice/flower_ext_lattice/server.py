@@ -40,7 +40,7 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
 
     @cached_property
     def public_key(self) -> bytes:
-        """A `LatticeKey`, for all silos."""
+        """The bytes of a `LatticeKey`, for all silos."""
         return LatticeKey(
             public_seed=self._public_seed,
             transfer=self._sender.public,

@@ -1,4 +1,10 @@
-"""Public settings of a run of private weighting over ring-LWE, with sizes and error bounds."""
+"""Public settings of a run of private weighting over ring-LWE, with sizes and error bounds.
+
+The bounds cover three errors. The encryption of user u's weight has the error e_u, which enters the
+sum as V·e_u, where V is the user's encoded update times its number of records. Re-randomising a
+silo's sum (c0, c1) adds r·e + e2·s, where s is the server's secret key, e the error in its public
+key, and r and e2 are fresh. Rounding the words of c0 and c1 is the third error.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +41,8 @@ FIRST_WORD_BYTES = WORD_BYTES
 COUNT_BYTES = 4
 """Length in bytes of a masked count."""
 STEP_BITS = 64 + WEIGHT_BITS - 96
-"""A step of the encoding is 2ᵏ modulo q, which has 96 bits. Rounding to the modulus 2⁶⁴ turns it
-into 2²⁴: this constant is the 24."""
+"""A step of the encoding is 2ᵏ modulo q, which has 96 bits. Rounding to the modulus 2⁶⁴ turns the
+step into 2²⁴: this constant is the 24."""
 
 DRAW_TEXT_BYTES = 1 + KEY_BYTES
 """Length in bytes of the number and the key of one column of entries."""
@@ -164,9 +170,8 @@ class LatticeSettings(PartySettings):
     def error_bound(self) -> float:
         """Largest L2 norm by which a user, drawn or not, moves the sum through the errors e_u.
 
-        The product of e_u with another factor is at most 4096 · 21 times as long as that factor.
-        The other factor is at most N_max · (C + √d / 2 steps) long. This product is in units of
-        2⁻ᵏ.
+        The product V·e_u is at most 4096 · 21 times as long as V, and V is at most
+        N_max · (C + √d / 2 steps) long. The product counts in units of 2⁻ᵏ.
         """
         encoded = self.clipping_norm * (1 + CLIPPING_SLACK)
         encoded += 0.5 * math.sqrt(self.coordinates) * self.step

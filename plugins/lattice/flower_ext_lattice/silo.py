@@ -45,7 +45,7 @@ class LatticeSilo(SiloParty):
     weights_digest: bytes = b""
 
     def open_sum(self, number: int, weights: bytes) -> LatticeOpenSum:
-        """Begin this silo's sum of round ``number``. The epoch of its weights then counts as used.
+        """Begin this silo's sum of round ``number``. The epoch of ``weights`` then counts as used.
 
         See `SiloParty.open_sum`.
         """

@@ -46,7 +46,7 @@ def calibrate(
     sampling_rate: Annotated[
         float | None,
         typer.Option(
-            help="r: share of the clients in each round; with --unit user, of the records in "
+            help="r: fraction of the clients in each round; with --unit user, of the records in "
             "each step."
         ),
     ] = None,
@@ -127,7 +127,7 @@ def _known_values(
             "--sampling-rate"
         )
     if values["sampling_rate"] is not None and cohort_size is not None:
-        raise typer.BadParameter("give either --sampling-rate or --cohort-size")
+        raise typer.BadParameter("give --sampling-rate or --cohort-size, but not both")
     if cohort_size is not None and not 1 <= cohort_size <= population:
         raise typer.BadParameter(
             f"--cohort-size {cohort_size}: expected an integer from 1 to --population {population}"

@@ -37,9 +37,10 @@ _LONGEST = 2_000
 
 
 def default_delta(units: int) -> float:
-    """Return the δ of commands that get none: 0.01 / ``units``, and at most 0.001.
+    """Return the δ of commands to which no δ is given: 0.01 / ``units``, and at most 0.001.
 
-    `is_large` never warns of it. A mechanism with δ = 1 / units may publish all data of one unit.
+    `is_large` is never true for this δ. (A mechanism with δ = 1 / ``units`` may publish all data of
+    one unit.)
     """
     return min(1e-3, 0.01 / units)
 

@@ -70,7 +70,7 @@ class ScheduleSettings(Settings):
         absent = [name for name in _LINEAR if getattr(self, name) is None]
         if (absent and len(absent) < len(_LINEAR)) or (self.global_weight is None) != (not absent):
             names = ", ".join(_LINEAR).replace("_", "-")
-            raise InvalidValue(f"give either global-weight or all of {names}")
+            raise InvalidValue(f"give either global-weight or all of {names}, but not both")
         several = self.batch_size is not None or self.local_steps > 1
         if several and self.gradient_clipping_norm is None:
             raise InvalidValue(

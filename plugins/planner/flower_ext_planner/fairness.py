@@ -1,9 +1,9 @@
 """Fairness of personal models, and the fairest λ: DP-Ditto, Section V.
 
 The setting is personalised Bayesian linear regression. Client n has the true model
-u_n* = w* + N(0, ζ² I) and the labels Y_n = X_n u_n* + N(0, σ² I), with X_nᵀX_n = ρI. It estimates
-û_n, and uploads û_n + z_n with noise z_n. Its personal model v_n is (1 − α₀) û_n plus α₀ times the
-mean of all uploads.
+u_n* = w* + N(0, ζ² I) and the labels Y_n = X_n u_n* + N(0, σ² I), with X_nᵀX_n = ρI. The client
+estimates û_n, and uploads û_n + z_n with noise z_n. Its personal model v_n is (1 − α₀) û_n plus α₀
+times the mean of all uploads.
 
 ====================  =====================================================
 paper                 here
@@ -87,7 +87,7 @@ class LinearFairness(Checked):
         return N**2 * (1 - 1 / N) * d * spread, N**4 * variance
 
     def interpolation(self, global_weight: float) -> float:
-        """Return the share α₀ of the global model in a personal model, for ``global_weight`` λ."""
+        """Return the weight α₀ of the global model in a personal model, for ``global_weight`` λ."""
         check_global_weight(global_weight)
         pull = self.num_examples * global_weight
         return pull / ((LARGEST_WEIGHT - global_weight) * self.feature_energy + pull)

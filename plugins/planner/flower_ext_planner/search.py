@@ -5,8 +5,8 @@ unfairness R(λ), Eqn 33 applies. It takes for every T the fairest λ*(T) under 
 rounds need, and then the T whose bound h(T, λ*(T)) is smallest. If there is no formula, use
 `alternating_search`, which makes short training runs (Section V-C).
 
-h bounds the distance to v_n*(λ), an optimum that depends on λ. So compare numbers of rounds T by h,
-and values of λ by R.
+h bounds the distance of client n's personal model to its optimum v_n*(λ), which depends on λ. So
+compare numbers of rounds T by h, and values of λ by R.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Schedule:
 
     @property
     def value(self) -> float:
-        """h(T*, λ*)."""
+        """The bound h(T*, λ*)."""
         return float(self.bound.after(self.rounds))
 
 

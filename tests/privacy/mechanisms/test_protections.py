@@ -224,7 +224,7 @@ UNITS = ClipAndNoise(of_units=True, clipping_norm=1.0, noise_stddev=0.5)
 )
 def test_a_sum_whose_bound_is_not_the_plans_is_refused_unnoised(protection, bound, cell):
     total, silence = BoundedSum(value={"w": np.ones(2)}, bound=bound, count=2, cell=cell), Silence()
-    with pytest.raises(ValueError, match="for each unit's part of the update: the plan expects"):
+    with pytest.raises(ValueError, match="each unit's part of the update: the method sets"):
         protection.released_sum(total, silence)
     assert silence.asked == []
 
