@@ -6,8 +6,8 @@ end of that process's standard input. The system closes that end when the comman
 way.
 
 The reaper finds processes by a variable that all of them inherit, and by their parents. A signal
-that follows a parent's death (``PR_SET_PDEATHSIG``) would reach direct children only, and Linux
-only; Ray's daemons and a SuperLink's ServerApp are grandchildren.
+that follows a parent's death (``PR_SET_PDEATHSIG``) would reach direct children only, and only on
+Linux; Ray's daemons and a SuperLink's ServerApp are grandchildren.
 
 The file runs by itself: it imports nothing of the package, so that it starts within milliseconds.
 """

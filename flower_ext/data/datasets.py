@@ -97,7 +97,7 @@ def load(name: str, folder: Path | None = None) -> Examples:
     """Load a data set: features float32 (n, channels, height, width), targets int64 (n,).
 
     A file ``NAME.npz`` has two arrays: images ``x`` of type uint8 and of shape (n, height, width)
-    or (n, height, width, 3), and labels ``y`` of shape (n,). Instead, it may have ``x_train``,
+    or (n, height, width, 3), and labels ``y`` of shape (n,). Or it has ``x_train``,
     ``y_train``, ``x_test`` and ``y_test``; the function joins the two parts. It reads ``mnist`` and
     ``fashion-mnist`` also from their four usual files. ``femnist`` has the digits of FEMNIST, and
     ``letters`` has images of ten letters, one class each, for example a e i o u A E I O U of NIST.

@@ -165,7 +165,7 @@ def split(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of one client's training examples, and of its test examples.
 
-    The two sets have about the same share of each class, and neither is empty.
+    Each class makes up about the same fraction of both sets, and neither set is empty.
 
     Raises
     ------

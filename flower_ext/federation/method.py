@@ -241,12 +241,12 @@ class Method(Checked):
 
     @property
     def name(self) -> str:
-        """The method's name in logs, errors and accounts of privacy."""
+        """Name of the method's class, for errors and accounts of privacy."""
         return type(self).__name__
 
     @property
     def label(self) -> str:
-        """Name in the log and in errors of `step`. `Hosted` returns its Flower strategy's name."""
+        """Name for the log and errors of `step`: `name` or, in `Hosted`, the Flower strategy's."""
         return self.name
 
     def check_model(self, model: Arrays) -> None:
@@ -308,7 +308,7 @@ class Method(Checked):
         return mechanism.mean_noise_stddev
 
     def with_average(self, model: Arrays, state: State, previous: State) -> State:
-        """Return ``state`` with the average of ``previous``, if any, updated by ``model``."""
+        """Return ``state`` with the average of models in ``previous``, updated by ``model``."""
         if self.average is None:
             return state
         # A method's `step` may return a state without the average, so take it from ``previous``.

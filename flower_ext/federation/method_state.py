@@ -85,6 +85,6 @@ def prefixed(prefix: str, groups: Mapping[str, Arrays]) -> dict[str, Arrays]:
 
 
 def groups_under(prefix: str, groups: Mapping[str, Mapping[str, T]]) -> dict[str, dict[str, T]]:
-    """Return copies of the groups whose names begin with ``prefix``, without it in their names."""
+    """Return copies of the groups whose names begin with ``prefix``; remove it from the names."""
     names = [name for name in groups if name.startswith(prefix)]
     return {name.removeprefix(prefix): dict(groups[name]) for name in names}

@@ -20,8 +20,8 @@ from flower_ext.training.params import require_modules
 log = getLogger("flwr")
 
 _FEWEST_RANDOM = 8
-"""An array counts as random if the number of its distinct values is above half of this number, and
-above half of the array's size. Two equal random arrays are taken for copies."""
+"""An array counts as random if it has more distinct values than half of its size, and than half of
+this constant. If two random arrays are equal, one counts as a copy of the other."""
 
 
 def shared_arrays(record: ArrayRecord, personal: Sequence[str] = ()) -> Arrays:

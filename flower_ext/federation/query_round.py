@@ -129,8 +129,8 @@ def standard_errors(
 ) -> dict[str, float]:
     """Return the standard error that noise gives to each number ``x`` of an answer, as ``x_error``.
 
-    The result is empty if the answer has errors of its own. It lacks numbers that noise can make
-    undefined.
+    The result is empty if the answer has errors of its own. A number that is missing from the
+    answer under some draws of noise has no standard error.
     """
     if any(f"{name}_error" in answer for name in answer):
         return {}

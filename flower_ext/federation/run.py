@@ -242,7 +242,7 @@ class Run:
         return {"run": self.checkpoints.run_id, "method": self.method.name, "name": name}
 
     def release_identity(self, kind: str, number: int) -> int | None:
-        """Return a number that identifies a release; None if a repeated round would differ."""
+        """Return one number for a release and its repetition; None if the two would differ."""
         if not self.repeats:
             return None
         return derived_seed(self.options.seed or 0, kind, self.checkpoints.run_id, number)

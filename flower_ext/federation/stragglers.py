@@ -19,16 +19,16 @@ class Stragglers(Checked):
 
     A straggler runs a number of epochs drawn uniformly from 1 … E−1. By default each device
     straggles with probability ``ratio`` in every round, independently of the others. In the papers
-    a fixed share of each cohort straggles (``exact``). Whether a client straggles then depends on
+    a fixed fraction of each cohort straggles (``exact``). Then one client's straggling depends on
     the others in the cohort. One client can therefore change the uploads of others, and a bound on
     its own upload does not limit this change. `check` refuses ``exact`` under a private plan.
 
     Parameters
     ----------
     ratio : float
-        Probability, or share of a cohort, in [0, 1].
+        Probability, or fraction of a cohort, in [0, 1].
     exact : bool
-        If True, the share of each cohort is ``ratio``, rounded to a whole number of devices.
+        If True, the fraction ``ratio`` of each cohort straggles, rounded to whole devices.
 
     Raises
     ------

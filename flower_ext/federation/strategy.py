@@ -68,7 +68,7 @@ class FederatedStrategy(Strategy):
         and cohorts. Under a `ReleasePlan` with secure noise, cohorts are never drawn from the seed,
         because the plan's ε assumes that cohorts are secret.
     seeded_noise : bool
-        If True, noise follows ``seed``. Use it for simulation only; the guarantee says so.
+        If True, ``seed`` determines the noise, as the guarantee then states. For simulation only.
     evaluate_every : int
         Number of rounds between evaluations on all clients; the last round is always evaluated.
         With 0, the server never asks a client to evaluate. If the plan has `SecureScores`, the
@@ -138,9 +138,9 @@ class FederatedStrategy(Strategy):
         # The guarantees of a plan with a SecureSum describe masked sums.
         if isinstance(summation, MaskedSum) != is_masked:
             raise InvalidValue(
-                f"sum={type(summation).__name__} with {type(plan).__name__}: expected no sum=, or "
-                "another noise_placement, because uploads are masked exactly if noise_placement is "
-                "a SecureSum(…)"
+                f"sum={type(summation).__name__} with {type(plan).__name__}: expected a "
+                "MaskedSum if, and only if, the plan's noise_placement is a SecureSum(…); leave "
+                "out sum=, or change noise_placement"
             )
         if method.needs_metrics and not mechanism.tells_sizes:
             raise InvalidValue(

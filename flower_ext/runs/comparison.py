@@ -96,7 +96,7 @@ def _grouped(runs: Sequence[_Measured]) -> dict[str, list[_Measured]]:
 
 
 def _row(name: str, runs: Sequence[_Measured], first: Sequence[_Measured]) -> dict[str, object]:
-    """Return a row of the table; ``first`` are the runs of its first row."""
+    """Return a row of the table; ``first`` are the runs of the table's first row."""
     spreads = [run.spread for run in runs if run.spread is not None]
     noise_error = sum(run.noise_error**2 for run in runs) ** 0.5 / len(runs)
     by_noise = f" (± {noise_error:.2g} by noise)" if noise_error else ""
@@ -161,7 +161,7 @@ def _figures(groups: Mapping[str, Sequence[_Measured]], folder: Path) -> dict[st
 
 
 def _paired_difference(runs: Sequence[_Measured], first: Sequence[_Measured]) -> str:
-    """Return the mean difference in accuracy between runs of the same seed; "–" without such.
+    """Return the mean difference in accuracy between runs of the same seed; "–" if there are none.
 
     A seed of 0 stands for secret draws, which no two runs share.
     """

@@ -46,8 +46,10 @@ class RunSettings(Settings):
     preset: str = setting(
         "name, title and changes of the preset, as --preset records them", default=""
     )
-    data_folder: str = setting("empty: the environment variable FLOWER_EXT_DATA", default="")
-    run_directory: str = setting("empty: a new folder in FLOWER_EXT_RUNS, or ./runs", default="")
+    data_folder: str = setting("folder of data sets; empty: that in FLOWER_EXT_DATA", default="")
+    run_directory: str = setting(
+        "folder of this run's files; empty: a new folder in FLOWER_EXT_RUNS, or ./runs", default=""
+    )
     state_folder: str = setting(
         "simulation: folder of the clients' memory, which methods with memory need to resume "
         "(flower-ext run: by default in the run directory; SuperNodes: --node-config "
@@ -76,7 +78,7 @@ class CohortSettings(ClientSettings):
     """The clients of a run, and how each round samples a cohort of them."""
 
     sampling: Literal["poisson", "fixed-size", "everyone"] = setting("how cohorts are drawn")
-    sampling_rate: Fraction = setting("share of the clients in a cohort, on average")
+    sampling_rate: Fraction = setting("fraction of the clients in a cohort, on average")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +145,7 @@ class ReleaseSettings(PrivacySettings):
         "who adds independent noise", default="client"
     )
     noise: Literal["independent", "correlated"] = setting(
-        "correlated: noise of the server, of which later rounds take a part back; clients take "
+        "correlated: the server's noise, part of which later rounds subtract again; clients take "
         "part in turn, and no cohort is secret",
         default="independent",
     )

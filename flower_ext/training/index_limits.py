@@ -4,8 +4,8 @@ On a CPU, a label or a word that is out of range raises an error that concerns o
 an accelerator, such an error ends all further computation of the process, so one record would stop
 every client. Examples are therefore checked before they reach an accelerator. To find the accepted
 integers, this module calls the model and the loss on the CPU, on examples of zeros in which one
-tensor consists of the integer to test, so that no record changes which integers another client may
-use.
+tensor consists of the integer to test. No record therefore changes which integers another client
+may use.
 
 A task accepts non-negative integers up to some limit, for example the length of a table. It may
 also accept a few negative integers, which mark labels or words to leave out. The limits that this

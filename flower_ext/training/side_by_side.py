@@ -91,7 +91,7 @@ Steps = Generator[Training, Any, T]
 
 
 def completed(run: T | Steps[T]) -> Steps[T]:
-    """Pass on the trainings of ``run`` and return its result; yield nothing if it is a result."""
+    """Yield the trainings of ``run``, and return its result; return ``run`` if it is a result."""
     return (yield from run) if isinstance(run, Generator) else run
 
 

@@ -130,14 +130,14 @@ def client_app(
     Raises
     ------
     InvalidValue
-        A query or a sum is no class of its kind, or has the name of another one; or the name of a
-        sum does not begin with `records.SUM`.
+        A class in ``queries`` is no `VectorQuery`, or one in ``sums`` no `ClientSum`; or two have
+        the same name; or the name of a sum does not begin with `records.SUM`.
     """
     app = CohortApp()
     named_queries = _by_name(VectorQuery, [SecureScores, *queries])
     named_sums = _by_name(ClientSum, [*_USUAL_SUMS, *sums])
     if wrong := [name for name in named_sums if not name.startswith(SUM)]:
-        raise InvalidValue(f"name={wrong[0]!r} of a ClientSum: expected {SUM!r} and a word")
+        raise InvalidValue(f"name={wrong[0]!r} of a ClientSum: expected {SUM!r}, then a word")
 
     def identities(
         messages: Sequence[Message], contexts: Sequence[Context], **_: object

@@ -93,7 +93,7 @@ def assign(
 
 
 def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientData:
-    """Return a client's checked data, or `NO_DATA` to hide an error in them from the server.
+    """Return a client's checked data; return `NO_DATA` if they have an error to hide.
 
     The check refuses data with a different number of examples than the plan assumes. It also
     refuses a task whose training would change later trainings in the same process (see
@@ -163,7 +163,7 @@ def _load(store: ClientMemory, method: ClientMethod, request: ClientRequest) -> 
         if (newest := store.newest()) < used:
             raise InvalidValue.tellable(
                 f"this client cannot take part: it lost the memory that it stored in training "
-                f"round {used}, and the server's state depends on it (newest memory: "
+                f"round {used}, and the server's state depends on this memory (newest: "
                 f"{newest or 'none'}): "
                 "name a state-folder in the node config, so that memory outlives the SuperNode"
             )

@@ -109,7 +109,7 @@ def read_each(
     messages: Sequence[Message],
     contexts: Sequence[Context],
 ) -> list[ClientRequest | Exception]:
-    """Return each client's request, or its error; read only once what several messages share.
+    """Return each client's request, or its error; read a record that messages share only once.
 
     A client has an error if the message is for another partition, an entry of the round is
     malformed (see `check_entries`), or the model does not fit ``task`` or is not finite.

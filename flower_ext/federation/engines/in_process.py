@@ -130,9 +130,9 @@ class InProcessGrid(ClientGrid):
     def _judge_errors(self, messages: Sequence[Message], before: int) -> Iterator[Message]:
         """Log an error, once per kind of message, if probably no client's answer holds a result.
 
-        The iterator has no items: it judges when the last reply has been read. ``before`` is the
-        number of errors that clients hid before these messages. The server of a deployment must not
-        learn this number. In this process, one person runs server and clients.
+        The iterator has no items. The caller appends it to the replies, so it judges after the last
+        one. ``before`` is the number of errors that clients hid before these messages. The server
+        of a deployment must not learn this number. Here, one person runs server and clients.
         """
         kinds, errors = {m.metadata.message_type for m in messages}, failures.hidden_errors.total()
         if kinds - self._failed and errors - before >= len(messages):

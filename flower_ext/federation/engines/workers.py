@@ -216,7 +216,7 @@ class _Worker:
     unanswered: Sequence[Message] = ()
 
     def ask(self, messages: Sequence[Message]) -> None:
-        """Send messages, if there are any."""
+        """Send messages to the process, if there are any."""
         if messages:
             self.send(messages)
             self.unanswered = messages

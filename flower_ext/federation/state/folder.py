@@ -109,9 +109,9 @@ class StateFolder:
             return decrypt(self.key, memoryview(content)[len(_SEALED) :], name.encode())
         except InvalidValue:
             raise Damaged(
-                f"{file} cannot be decrypted, because it was altered or moved, or state-key-file "
-                "holds another key: expected the file as it was written, and the key that "
-                "encrypted it"
+                f"{file} cannot be decrypted: expected state-key-file to hold the key that "
+                "encrypted it; if it does, the file was altered or moved, so restore it from a "
+                "copy"
             ) from None
 
     @contextmanager

@@ -57,8 +57,8 @@ class ClientMemory:
     method : str
         Name of the method.
     run : str
-        The id of the run; a resumed run has the same id, but another run id of Flower. If ``run``
-        is empty, the memory is in the context's state only.
+        The run's id in this package. A resumed run keeps it, although Flower gives the run a new
+        id. If ``run`` is empty, the memory is in the context's state only.
     """
 
     def __init__(self, context: Context, method: str, run: str = "") -> None:
@@ -150,8 +150,8 @@ class ClientVault:
     message. If two processes do this at the same time with a folder, the second call of `store`
     raises an error, so only one process sends a message.
 
-    The server may give a node another id. The name of the file therefore has the client's partition
-    instead, so that `forget_client` finds the keys, and a client finds the steps that it took.
+    The server may give a node another id. The name of the file therefore has the client's
+    partition, so that `forget_client` finds the keys, and a client finds the steps that it took.
     Only the file of a node without a partition has the node's id, because no server asks such a
     node to forget.
 
@@ -242,7 +242,7 @@ def forget_client(context: Context, runs: Sequence[str]) -> None:
 def _remove_old(secrets: Path) -> None:
     """Remove secrets that are a day old.
 
-    They are probably of a run that has ended, but Flower does not tell a client when a run ends.
+    Flower does not tell a client when a run ends, but the run of such secrets has probably ended.
     """
     for file in secrets.glob("*.secret"):
         if time.time() - file.stat().st_mtime > _SECRETS_SECONDS:

@@ -8,7 +8,7 @@ noise of every model that has left the server, and never draws that noise again:
 ======================================  =======================================================
 the process ends                        the resumed run
 ======================================  =======================================================
-before the state of round t is stored   draws new noise for round t, because nobody saw the first
+before the state of round t is stored   draws new noise for round t: nobody saw the lost noise
 after the state of round t is stored    counts round t, even if no client was asked, and continues
                                         with round t + 1
 ======================================  =======================================================

@@ -179,7 +179,7 @@ class OpenMaskedSum(OpenSum):
         return mechanism.aggregate(summed, cohort_size=size, noise=self._opening.noise)
 
     def _ask(self, stage: str, content: Mapping[int, Invitation | ProtocolMessage]) -> None:
-        """Send members the messages of a stage, and add each answer when it arrives."""
+        """Send members the messages of a stage; hand each answer to the protocol on arrival."""
         contents = {
             self._partitions[member]: {MASKED_SUM: bytes_record(stage, message.to_bytes())}
             for member, message in content.items()
@@ -191,7 +191,7 @@ class OpenMaskedSum(OpenSum):
             pass  # `ask` has refused each answer for which `_add` raised an error
 
     def _add(self, reply: Message, arrays: Arrays) -> None:
-        """Add the message in a reply; refuse a message in the name of another member."""
+        """Hand a reply's message to the protocol; refuse one in the name of another member."""
         _, data = single_message(arrays, SENT)
         if (kind := self._server.awaited) is None:
             raise RefusedReply("a message after the last stage: expected none")
@@ -205,7 +205,7 @@ class OpenMaskedSum(OpenSum):
         self._server.add(message)
 
     def _report_faults(self) -> None:
-        """Log each fault that the server found in a client's shares, and add it to the refusals."""
+        """Log each fault that the server found in secret shares, and add it to the refusals."""
         number, faults = self._opening.server_round, self._server.faults
         for member, fault in sorted(faults, key=lambda found: found[0]):
             partitions = sorted(self._partitions[one] for one in faults[member, fault])
@@ -281,7 +281,7 @@ def check_limits(context: RoundContext, node_config: Mapping[str, Any]) -> None:
     node config                    meaning
     =============================  ===========================================================
     ``least-sum-members``          least number of members whose vectors are in a sum
-    ``least-sum-threshold-share``  least share of a member's neighbours that must help to
+    ``least-sum-threshold-share``  least fraction of a member's neighbours that must help to
                                    unmask this member's vector
     ``sum-colluders``              number of other members that may collude with the server
     ``least-honest-answers``       least number of members that do not collude, this one

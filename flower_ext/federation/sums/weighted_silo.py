@@ -118,8 +118,8 @@ def _begin(content: bytes, partition: int, vault: ClientVault, may_simulate: boo
 def counts_of(data: ClientData, users: int, most: int) -> list[int]:
     """Return the number of records that each user has in this silo, but at most ``most``.
 
-    A user with more records is counted as one with ``most`` records. An error instead would tell
-    everybody that this silo has such a user. The weights of each user still sum to one.
+    A user with more records is counted as one with ``most`` records. An error would tell everybody
+    that this silo has such a user. The weights of each user still sum to one.
     """
     counts = torch.bincount(owned(data, users).owners.cpu().long(), minlength=users)
     if above := int((counts > most).sum()):

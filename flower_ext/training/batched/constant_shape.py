@@ -184,7 +184,7 @@ class ConstantStack(Stack):
             self._ended[name][jobs] = weight[jobs]
 
     def _padded(self, part: Tensor, size: int) -> Tensor:
-        """Pad ``part`` from (jobs, batch, …) to (``size``, `_rows`, …), a job by its first row."""
+        """Pad ``part`` from (jobs, batch, …) to (``size``, `_rows`, …) by copies of first rows."""
         count, rows = part.shape[:2]
         padded = part.new_empty((size, self._rows, *part.shape[2:]))
         padded[:count, :rows], padded[:count, rows:] = part, part[:, :1]

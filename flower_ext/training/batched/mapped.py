@@ -34,11 +34,11 @@ class Target:
     factor: float = 1.0
 
     def add(self, gradient: Tensor) -> None:
-        """Add a gradient."""
+        """Add ``factor`` times ``gradient`` to the tensor."""
         self.tensor.add_(gradient, alpha=self.factor)
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
-        """Add the gradient a @ b. The product is never stored as a tensor."""
+        """Add ``factor`` times the gradient a @ b to the tensor, without storing a @ b."""
         self.tensor.baddbmm_(a, b, alpha=self.factor)
 
 

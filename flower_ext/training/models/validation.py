@@ -21,7 +21,7 @@ _MOST_GROUPS, _CHANNELS_IN_A_GROUP = 32, 4
 
 
 class UnshareableModel(InvalidValue):
-    """A layer that clients share keeps statistics of the data."""
+    """Clients cannot share a part of the model, such as a layer with statistics of the data."""
 
 
 def opacus() -> Any:

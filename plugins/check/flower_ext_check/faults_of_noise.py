@@ -49,8 +49,8 @@ def add_wrong_noise(probes: Probes, findings: Findings) -> None:
 def _scaled_changed_upload_difference(probes: Probes, number: int) -> np.ndarray:
     """Return the difference between two huge uploads, divided by its promised standard deviation.
 
-    A huge upload shows whether noise precedes the clipping, which then shrinks it. The array is
-    empty if uploads carry no noise, or if one of the two is missing or not finite.
+    A huge upload shows whether noise precedes the clipping, which then shrinks the noise. The array
+    is empty if uploads carry no noise, or if one of the two is missing or not finite.
     """
     noise = probes.traits.noise
     assert noise is not None

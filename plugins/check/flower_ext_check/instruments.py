@@ -87,7 +87,7 @@ class Instruments:
     def _start_limited(
         self, rounds: int, start: Any, strategy: Strategy, *arguments: Any, **options: Any
     ) -> Any:
-        """Start a strategy for at most ``rounds`` rounds, unless another strategy started it."""
+        """Start a strategy; limit it to ``rounds`` rounds unless another strategy starts it."""
         watch = self.watch
         if watch is None or watch.in_strategy:
             return start(strategy, *arguments, **options)

@@ -14,7 +14,7 @@ ways:
   is in no silo.
 
 A person whose identifier is spelled in j ways has j numbers. This person has the guarantee
-of a group of j users.
+of a group of j users, with a larger ε.
 
 ``flower-ext link`` writes three kinds of files:
 
@@ -204,7 +204,7 @@ def bucket(pseudonym: bytes, num_buckets: int) -> int:
 
 
 def expected_shared_pairs(num_people: int, num_buckets: int) -> float:
-    """Return the expected number of pairs of people who share a bucket: N (N − 1) / (2 B)."""
+    """Return how many pairs of N people share one of B buckets on average: N (N − 1) / (2 B)."""
     require_at_least_one("num_buckets", num_buckets)
     return num_people * (num_people - 1) / (2 * num_buckets)
 

@@ -28,7 +28,7 @@ class RecordFile:
     path : Path
         A file whose name ends in .parquet is Parquet; any other file is CSV.
     encoding : str
-        Encoding of a CSV file. If the file has a byte order mark, the mark decides instead. latin-1
+        Encoding of a CSV file. A byte order mark in the file takes precedence. latin-1
         is read as cp1252. If the file is UTF-8 with letters beyond ASCII, every other encoding is
         refused, because it would change these letters.
     """

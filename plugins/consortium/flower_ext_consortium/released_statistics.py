@@ -62,7 +62,7 @@ def _experiment(
     *,
     noise: float = 1.0,
 ) -> Experiment:
-    """Return the experiment that audits ``method``. Its noise multiplier is ``noise`` / 2."""
+    """Return the experiment that audits ``method`` with a noise multiplier of ``noise`` / 2."""
     plan = release_plans(FullParticipation(_UNITS), noise_placement=placement)(noise, 1)
 
     def world(data: Sequence[ClientData]) -> World:

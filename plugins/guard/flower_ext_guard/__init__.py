@@ -2,5 +2,6 @@
 
 The guard takes the place of ``flwr-clientapp`` on a node. It has the node's token and access to the
 network, and runs each app in a child process that has neither. Import names from the modules of
-this package: the child must start without importing PyTorch or the rest of `flower_ext`.
+this package. The package itself imports nothing, because the child must start without PyTorch and
+the rest of `flower_ext`.
 """

@@ -1,7 +1,7 @@
-"""An experiment on the guard: a hostile app sends opposite updates for two data sets.
+"""An experiment on the guard: a hostile app reports whether a canary is in the site's data.
 
-The app moves the model as far as it can. The guard must let the adversary tell the two data sets
-apart no better than the guard's ledger says.
+The app moves the model as far as it can, in one direction with the canary, and in the opposite
+direction without it. The adversary must learn no more than the ε in the guard's ledger permits.
 """
 
 from __future__ import annotations

@@ -181,7 +181,10 @@ class GuardPolicy:
     def check_app(self, digest: str) -> None:
         """Refuse an app that the policy does not list; the text names its SHA-256."""
         if self.apps != ANY and digest not in self.apps:
-            raise Refused(f"this site does not permit the app {digest}")
+            raise Refused(
+                f"this site does not permit the app {digest}: ask its operator"
+                " to add this SHA-256 to apps in the policy"
+            )
 
     def of(self, message_type: str) -> MessagePolicy:
         """Return the rules for the replies to messages of a type; refuse unlisted types."""

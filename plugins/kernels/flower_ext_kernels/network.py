@@ -58,7 +58,8 @@ log = getLogger("flwr")
 
 _MOST_TOGETHER = 2**22
 """Most numbers in the models of a group, per thread: 16 MB. Training fills the processor's caches,
-and so does the Python code that uses the models. In large groups, the two alternate less often."""
+and so does the Python code that uses the models. In large groups, the two alternate less often,
+which is faster."""
 _MOST_DRAWN = 2**24
 """Most memory, in 32-bit numbers, for all draws of dropout in one training: 64 MB."""
 _MOST_OUTPUTS = 2**15

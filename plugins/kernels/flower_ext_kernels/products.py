@@ -14,7 +14,7 @@ from flower_ext_kernels.tiles import LANES, TILE_HEIGHT, TILE_WIDTH, multiply_ti
 ONE, ZERO = np.float32(1), np.float32(0)
 INT_ZERO: Any = np.int64(0)
 INT_ONE: Any = np.int64(1)
-"""0 and 1 with a type. For each literal, Numba would compile `add_product` again."""
+"""0 and 1 with a type. For a literal without type, Numba would compile `add_product` again."""
 
 # With NumPy's rules, a division by zero gives infinity or NaN, and no code has to raise an error.
 jit = njit(error_model="numpy")

@@ -75,7 +75,7 @@ def perplexity(scores: Scores, labels: Tensor) -> float:
 
 
 def token_accuracy(scores: Scores, labels: Tensor) -> float:
-    """Return the share of tokens, without `IGNORED` ones, that the model finds most probable.
+    """Return the fraction of tokens, without `IGNORED` ones, that the model finds most probable.
 
     The result is NaN if all tokens are `IGNORED`.
     """
@@ -84,7 +84,7 @@ def token_accuracy(scores: Scores, labels: Tensor) -> float:
 
 
 def exact_match(scores: Scores, labels: Tensor) -> float:
-    """Return the share of texts in which the model finds every token most probable.
+    """Return the fraction of texts in which the model finds every token most probable.
 
     Greedy generation after the prompt then writes exactly these tokens. `IGNORED` tokens do not
     count, and texts without other tokens are left out. The result is NaN if no text remains.

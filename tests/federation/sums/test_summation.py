@@ -67,7 +67,7 @@ class Replacing(ClientSum):
 @pytest.mark.parametrize(
     ("end", "error"),
     [
-        (ClientSum, r"name='' of a ClientSum: expected 'sum\.' and a word"),
+        (ClientSum, r"name='' of a ClientSum: expected 'sum\.', then a word"),
         (Replacing, "of Replacing: expected a name that MaskedMember does not have"),
         (PlainSum, "PlainSum'>: expected a subclass of ClientSum"),
         (MaskedMember({}, CONTEXT, "m"), "expected a subclass of ClientSum"),

@@ -162,7 +162,7 @@ class Histogram(Statistic):
 
 
 class SurvivalCurve(Statistic):
-    """Kaplan–Meier's curve: shares of people without an event at the end of each interval.
+    """Kaplan–Meier's curve: the fraction of people without an event up to each interval's end.
 
     The run releases the number of events and the number of censorings in each interval, and the
     number of people whose time is after the last interval. The people at risk in an interval are
@@ -327,7 +327,7 @@ def check_bounds(column: str, lower: float, upper: float) -> None:
 
 
 def _ratio(numerator: NDArray[np.float64], denominator: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Divide; the result is NaN where noise moved the denominator to 0 or below."""
+    """Return numerator / denominator; NaN where noise moved the denominator to 0 or below."""
     return np.divide(
         numerator, denominator, out=np.full_like(numerator, np.nan), where=denominator > 0
     )

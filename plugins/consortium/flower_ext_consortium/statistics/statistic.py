@@ -127,9 +127,9 @@ class Statistic(ABC):
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return the lower and the upper ends of the estimates' 95 % intervals.
 
-        By default, errors are normally distributed. ``moved_totals``, of shape (draws, size), is
-        the noised ``total`` with new noise. ``values`` and ``errors`` are the estimates and their
-        standard errors.
+        By default, the intervals assume normally distributed errors. ``moved_totals``, of shape
+        (draws, size), is the noised ``total`` with new noise. ``values`` and ``errors`` are the
+        estimates and their standard errors.
         """
         half = NORMAL_QUANTILE * errors
         return values - half, values + half
