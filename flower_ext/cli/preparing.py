@@ -165,7 +165,7 @@ def clients_per_node(config: Mapping[str, Any]) -> int:
 
 
 def first_settings(run: Path, app: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings to resume a run: its first ones, ``resume``, and its directory today."""
+    """Return the settings to resume a run: its first settings, ``resume`` and its present path."""
     if "resume" not in defaults:
         raise InvalidValue(
             "the app has no setting 'resume', so its runs cannot be resumed: start a new run"

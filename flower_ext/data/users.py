@@ -179,7 +179,7 @@ def _scrambled(numbers: np.ndarray) -> np.ndarray:
 
 
 def group_size(histogram: np.ndarray, size: int | Literal["max", "median"]) -> int:
-    """Return k for ULDP-GROUP-k.
+    """Return k, the most records of one user on which ULDP-GROUP-k trains.
 
     If ``size`` is a number, k is this number. If ``size`` is "max" or "median", k is the maximum or
     the median of the users' numbers of records in all silos together. The median leaves out users

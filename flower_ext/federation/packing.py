@@ -140,7 +140,7 @@ def _store(node: Context, states: Mapping[str, RecordDict]) -> None:
 
 
 def _joined(contents: Sequence[RecordDict], entries: Mapping[str, Any]) -> RecordDict:
-    """Return one content with all ``contents``, each shared record only once, and ``entries``."""
+    """Join ``contents`` and ``entries`` into one content, with each shared record only once."""
     numbers: dict[int, int] = {}
     joined: dict[str, Record] = {}
     names: list[str] = []

@@ -77,7 +77,7 @@ class Progress:
         These statistics weight all clients equally. ``…_pooled`` is the mean over all test
         examples, so large clients weigh more. The result has a score only if most clients
         report it. If some clients do not report it, ``…_clients`` is the number of those that do,
-        and the statistics are over them.
+        and the statistics cover only these clients.
         """
         everyone = list(by_client)
         summary: dict[str, float] = {}

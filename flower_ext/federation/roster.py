@@ -165,7 +165,7 @@ class Roster:
 def _late_nodes(
     grid: Grid, nodes: list[int], population: int, *, timeout: float
 ) -> Iterator[list[int]]:
-    """Yield nodes each time that more connect; end with ``population``, too many, or a timeout."""
+    """Yield nodes each time that more connect; end at ``population`` or more, or a timeout."""
     while len(nodes) < population:
         try:
             connected = wait_for_nodes(grid, population, least=len(nodes) + 1, timeout=timeout)

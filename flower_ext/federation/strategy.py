@@ -244,7 +244,7 @@ class FederatedStrategy(Strategy):
         """Run up to round ``num_rounds``, or until the budget is exhausted (see ``stopped``).
 
         A resumed run continues from its newest checkpoint, and only takes names, shapes and types
-        from ``initial_arrays``. Without a checkpoint it begins with them.
+        from ``initial_arrays``. Without a checkpoint, the run begins with ``initial_arrays``.
 
         Parameters
         ----------

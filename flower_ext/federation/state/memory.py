@@ -142,7 +142,7 @@ class ClientVault:
     """Secret bytes of one client and method: keys, and a record of their use.
 
     Without a folder, the bytes are in the context's state. A SuperNode saves this state only after
-    the ClientApp has replied, and loses it when it stops. If the owner names a folder
+    the ClientApp has replied, and loses the state when it stops. If the owner names a folder
     (``--node-config "state-folder='/path'"``), `store` writes the bytes to disk before it returns,
     in a file that only the owner can read.
 

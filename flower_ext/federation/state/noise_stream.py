@@ -15,9 +15,9 @@ after the state of round t is stored    counts round t, even if no client was as
 
 Noise is never used for a second round, or for a second attempt of the same round. The noise of a
 discarded round is therefore lost. A run does not continue if its state is older than its
-checkpoint, or more than one round newer: somebody then restored an old copy of one of them, and the
-run would use noise twice. Under a seed (``repeats``) no state is stored, because the seed gives the
-same numbers again.
+checkpoint, or more than one round newer: somebody then restored an old copy of one of the two, and
+the run would use noise twice. Under a seed (``repeats``) no state is stored, because the seed gives
+the same numbers again.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ FreshNoise = Callable[[int], NoiseSource]
 class NoiseStream:
     """The noise of a run's rounds; the state is in ``folder``, or in memory if ``folder`` is None.
 
-    ``matrix`` is the strategy matrix of a new run. A resumed run takes the matrix in the stored
-    state instead.
+    ``matrix`` is the strategy matrix of a new run. A resumed run takes the matrix from the
+    stored state.
     """
 
     def __init__(self, matrix: StrategyMatrix, folder: StateFolder | None) -> None:

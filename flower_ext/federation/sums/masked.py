@@ -223,7 +223,7 @@ class MaskedMember(ClientSum):
     is_secure = True
 
     def check(self, protection: Protection) -> None:
-        """Refuse a protection that makes no whole numbers, because only these can be masked."""
+        """Refuse a protection that makes no whole numbers: masks hide whole numbers only."""
         if protection.cell is None:
             raise InvalidValue.tellable(
                 f"the server's message has {MASKED_SUM!r} with {type(protection).__name__}: "
@@ -350,7 +350,7 @@ def _invited(vault: ClientVault, data: bytes) -> Member:
 def _stored(vault: ClientVault) -> Member:
     if (stored := vault.load()) is None:
         raise ProtocolError(
-            "this client has no keys of the round, because it got no invitation, or the SuperNode "
-            "was restarted and lost them; to keep keys, name a state-folder in its node config"
+            "this client has no keys of the round: it got no invitation, or its SuperNode "
+            "lost the keys at a restart; to keep keys, name a state-folder in the node config"
         )
     return Member.from_bytes(stored)

@@ -276,7 +276,7 @@ class ClientSum:
         )
 
     def hidden_sum(self, training_round: int, like: Params, users: int, bound: float) -> Any:
-        """Begin a `HiddenSum` over users, which has these arguments; return None by default."""
+        """Begin and return a `HiddenSum` with these arguments; by default, return None."""
         return None
 
     def seal(self, update: NamedArrays, protection: Protection) -> Arrays:

@@ -150,8 +150,8 @@ class HiddenSum:
     update is not added, for example because the silo lost its data, it counts as zero. A silo that
     lost its keys trains no user's model, and sends a notice in place of a sum.
 
-    If an update cannot be encrypted, all updates count as zero. If the silo sent nothing instead,
-    it would reveal that it holds an unusual record.
+    If an update cannot be encrypted, all updates count as zero. If the silo sent nothing, it
+    would reveal that it holds an unusual record.
 
     Parameters
     ----------

@@ -70,7 +70,7 @@ def attempt_groups(
     joint result. For a job that raises an error, it yields this job's index and the error.
 
     One record can make a training raise an error, for example by a label out of range. The function
-    then starts again with the jobs that have no result yet, half of them at a time. They draw the
+    then starts again with the jobs that have no result yet, half of them at a time. Jobs draw the
     same mini-batches again. If trainings are batch-invariant, the error changes no bit of another
     job's result.
 

@@ -175,7 +175,7 @@ def _pass_apart(
     """Return True if examples in a batch have the same gradients as alone, up to rounding.
 
     ``extremes`` are variants of the batch with a different first example. In each of them, all bits
-    of the other examples' gradients must be the same as before.
+    of the other examples' gradients must be the same as in the batch.
     """
     gradients_of = partial(_gradients_of_pass, gradient_pass, _directional_loss)
     together = gradients_of(examples, directions)

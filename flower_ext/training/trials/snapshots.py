@@ -189,7 +189,7 @@ def _checksum(tensor: Tensor) -> Hashable:
 
 
 def _parts(name: str, value: Any, values: Snapshot) -> Iterable[tuple[str, Any]]:
-    """Return the places in an object and their contents; add its length, if any, to ``values``."""
+    """Return an object's places and their contents; add the object's length to ``values``."""
     if isinstance(value, dict):
         return _of_mapping(name, value, values)
     if isinstance(value, _SEQUENCES):

@@ -132,7 +132,7 @@ class AppTraits:
         )
 
     def flower_epsilon(self, rounds: int, delta: float) -> float | None:
-        """Return ε of ``rounds`` releases that each equal ``flower_release``; None without it.
+        """Return ε of ``rounds`` releases that each equal ``flower_release``; None if that is None.
 
         The ε is valid unless a finding refutes it.
         """

@@ -20,7 +20,7 @@ class ProvableEpsilon:
     """None if nothing is provable for this unit."""
     delta: float | None
     text: str
-    """The relation, the adversary and the proof of ``epsilon``; without it, the reason."""
+    """The relation, the adversary and the proof of ``epsilon``; if it is None, the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Verdict:
     """None if the app does not use the noise of Flower."""
     claims: Sequence[JudgedClaim]
     findings: Sequence[Finding]
-    """Beginning with the findings that leave no ε provable."""
+    """All findings, beginning with those that leave no ε provable."""
     messages: Sequence[str]
     """A description of each kind of message that leaves a client."""
     diff: str

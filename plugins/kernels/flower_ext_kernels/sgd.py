@@ -259,7 +259,7 @@ def _add_terms(
 def _perturb(
     weights: np.ndarray, gradient: np.ndarray, radius: np.float32, out: np.ndarray
 ) -> None:
-    """Write SAM's perturbed weights w + ρ g/‖g‖ to ``out``; w itself if the gradient g is 0."""
+    """Write SAM's perturbed weights w + radius · g/‖g‖ to ``out``; w if the gradient g is 0."""
     total = 0.0  # in double precision, so that small squares count next to a large sum
     for value in gradient:
         total += value * value

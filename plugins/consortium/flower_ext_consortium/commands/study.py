@@ -127,7 +127,7 @@ class Study:
         return {_LEDGER: ledger, _EPSILON: epsilon, _DELTA: delta}
 
     def _agreed(self, name: str, stages: Sequence[Stage]) -> Any:
-        """Return the value of a setting on which all places in the file agree; None without one."""
+        """Return the value of a setting on which all places in the file agree; None if unset."""
         places = {"[settings]": self.settings}
         places |= {f"stage {stage.name}": stage.settings for stage in stages}
         values = {place: table[name] for place, table in places.items() if name in table}
