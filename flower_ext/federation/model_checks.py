@@ -34,7 +34,9 @@ def shared_arrays(record: ArrayRecord, personal: Sequence[str] = ()) -> Arrays:
     _check_personal(personal, sorted(record))
     shared = {name: array for name, array in record.items() if not matches(name, personal)}
     if not shared:
-        raise InvalidValue(f"personal={personal}: expected at least one shared parameter")
+        raise InvalidValue(
+            f"personal={personal}: expected names that leave at least one parameter shared"
+        )
     arrays = {name: read_array(array) for name, array in shared.items()}
     refuse_half_precision(arrays)
     remedy = (

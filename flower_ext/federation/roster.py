@@ -225,8 +225,8 @@ def _by_partition(
     for node, partition in partitions.items():
         if type(partition) is not int or not 0 <= partition <= population - clients_per_node:
             raise FederationNotReady(
-                f"node {node} says it holds partition {partition!r}; "
-                f"expected 0 … {population - clients_per_node} (node config partition-id)"
+                f"node {node} says it holds partition {partition!r}: "
+                f"set partition-id in its node config to 0 … {population - clients_per_node}"
             )
         held = {partition + slot: node + slot for slot in range(clients_per_node)}
         if twice := sorted(answers.keys() & held):

@@ -152,7 +152,7 @@ def in_words(metric: str) -> str:
 
 
 def epsilon_lines(rounds: Rounds) -> dict[str, Line]:
-    """Return lines of ε by label: if each client has its own ε, the largest ε and the mean ε."""
+    """Return lines of ε by label: the largest and the mean if each client has its own ε."""
     lines: dict[str, Line] = {}
     for basis in ("published", "provable"):
         largest, mean = (rounds.series(f"epsilon_{basis}{end}") for end in ("", "_mean"))

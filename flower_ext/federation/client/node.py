@@ -117,7 +117,7 @@ class NodePolicy:
                 offered = f"a noise multiplier of {multiplier:g} on this client"
             raise PermissionError(
                 f"the server asks for {offered}: the owner of this node requires "
-                f"least-noise-multiplier={least:g}"
+                f"least-noise-multiplier={least:g}; take a plan with more, or Gaussian, noise"
             )
 
     def require_secure_sum(self, message: str, *, in_sum: bool) -> None:

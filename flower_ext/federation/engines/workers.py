@@ -172,8 +172,8 @@ class Workers:
         if not all(worker.receive() for worker in self._others):
             self.abandon()
             raise RuntimeError(
-                f"workers={self.count}: expected 1, because this process has trained before and "
-                "sees a GPU, after which PyTorch computes no gradients in forked processes: "
+                f"workers={self.count}: expected 1, because PyTorch computes no gradients in "
+                "forks of a process that sees a GPU and has trained: "
                 "start the run in a new process, or hide the GPU (CUDA_VISIBLE_DEVICES=)"
             )
 

@@ -296,7 +296,7 @@ def check_limits(context: RoundContext, node_config: Mapping[str, Any]) -> None:
     if context.least_answers < least_members:
         raise PermissionError(
             f"the server could unmask a sum of only {context.least_answers} members: the owner of "
-            f"this node requires least-sum-members={least_members}"
+            f"this node requires least-sum-members={least_members}; take larger cohorts"
         )
     if context.threshold < least_share * context.num_neighbors:
         raise PermissionError(

@@ -184,8 +184,8 @@ def verify(content: Mapping[str, Any], public_key: str) -> None:
         if isinstance(error, InvalidValue):
             raise
         raise InvalidValue(
-            "signature: it does not fit the statement; the statement was changed after it was "
-            "signed, or was never signed; expected the file that flower-ext withdraw wrote"
+            "the signature does not fit the statement: expected the unchanged file that "
+            "flower-ext withdraw wrote"
         ) from None
 
 

@@ -152,7 +152,8 @@ class Study:
         for name in stage.uses:
             if not (path := folder / name).exists():
                 raise InvalidValue(
-                    f"`uses` names {path}, but no earlier stage has written this file"
+                    f"`uses` names {path}, but no earlier stage has written this file: "
+                    "expected STAGE/FILE with the name of an earlier stage"
                 )
             settings |= SettingsFile.read(path).settings(settings)
         has_own_account = bool(stage.settings.get(_LEDGER))
