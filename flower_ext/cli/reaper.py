@@ -28,7 +28,7 @@ _MARK = "FLOWER_EXT_COMMAND"
 """Variable in the environment of all processes of a command."""
 
 _PATIENCE = 30
-"""Seconds after which the reaper gives up, because a process that is stuck in the kernel stays."""
+"""Seconds after which the reaper gives up: nothing ends a process that is stuck in the kernel."""
 
 
 @contextmanager

@@ -194,7 +194,7 @@ class Run:
         return model
 
     def evaluated(self, arrays: ArrayRecord) -> records.Arrays:
-        """Return the model to evaluate or return at the end if the last round gave ``arrays``."""
+        """Return the model that the run evaluates or returns, if ``arrays`` is the newest one."""
         return self.method.evaluated(self.shared_part(arrays), self.state or State())
 
     def check_model(self, model: records.Arrays) -> None:

@@ -93,7 +93,7 @@ def assign(
 
 
 def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientData:
-    """Return a client's checked data; return `NO_DATA` if they have an error to hide.
+    """Return a client's checked data, or `NO_DATA` if an error in the data must stay hidden.
 
     The check refuses data with a different number of examples than the plan assumes. It also
     refuses a task whose training would change later trainings in the same process (see

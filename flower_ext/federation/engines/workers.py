@@ -69,7 +69,7 @@ class Workers:
     def ask(self, messages: Sequence[Message]) -> Iterator[Message]:
         """Return an iterator over the replies, in the order of ``messages``.
 
-        This process answers its share before the function returns, while the other processes work.
+        This process answers its part before the function returns, while the other processes work.
         When the caller takes the first reply of another process, the iterator waits for it. If a
         process has ended, the iterator raises `WorkerLost`.
         """

@@ -112,7 +112,7 @@ def add_exceeded_bounds(probes: Probes, findings: Findings) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Movement:
-    """The distance by which a changed client moves a value, beside what clipping permits."""
+    """The distance by which a changed client moves a value, and the most that clipping permits."""
 
     what: str
     case: Case

@@ -1,7 +1,8 @@
 """Chains of layers, each trained from its first step to its last by machine code.
 
 One thread trains all networks of dense layers. Two threads would take as long, because models would
-move between their caches. As many threads as PyTorch uses share the networks with convolutions.
+move between their caches. Networks with convolutions are divided among as many threads as PyTorch
+uses.
 
 `form_for` is the entry point of this plug-in. Where machine code cannot train a model, or was not
 compiled, it returns None, and the model trains as without the plug-in.

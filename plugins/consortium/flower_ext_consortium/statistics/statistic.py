@@ -90,8 +90,7 @@ class Statistic(ABC):
         """Return the estimates that follow from totals over all units.
 
         The totals have the shape (draws, size), and the estimates the shape (draws, names). By
-        default, the estimates are the totals. These are unbiased, so noise may move a count below
-        0.
+        default, the estimates are the totals, which are unbiased and may be below 0.
         """
         return totals
 
