@@ -273,7 +273,7 @@ class Run:
         )
 
     def note_size(self, partition: int, num_examples: int) -> None:
-        """Record a client's smallest reported num_examples, because a larger one would lower ε."""
+        """Keep the smallest num_examples of a client: a larger one would make ε too small."""
         smallest = min(num_examples, self.num_examples.get(partition, num_examples))
         self.num_examples[partition] = smallest
 

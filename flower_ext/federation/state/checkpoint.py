@@ -38,8 +38,8 @@ QUERY = "query"
 class BegunRound:
     """A training round that the server began: its number, and the units whose data it uses.
 
-    ``requests`` and ``uploads`` are the counts ``needed`` and ``honest`` of the round's sum
-    (`UploadCounts`). ``uploads`` is None as long as it is unknown.
+    ``requests`` is how many uploads carry all the noise of the plan (`UploadCounts.needed`).
+    ``uploads`` is how many uploads of honest clients are in the sum (`UploadCounts.honest`).
     """
 
     training_round: int

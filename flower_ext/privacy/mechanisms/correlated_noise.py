@@ -137,9 +137,9 @@ class StrategyMatrix:
         return column
 
     def row_moves(self, rounds: int, *, rounds_apart: int, participations: int) -> Vector:
-        """Return the largest distance by which one client moves each of the first rows of C x.
+        """Return, for each of the first ``rounds`` rows of C x, how far one client can move it.
 
-        There are ``rounds`` of these rows. C is this matrix, and row t of x is the sum of round t.
+        C is this matrix, and row t of x is the sum of round t.
         ``rounds_apart`` and ``participations`` are b and k of step 1 at the top of this module.
         """
         column, moves = self.coefficients(rounds), np.zeros(rounds)
@@ -148,7 +148,7 @@ class StrategyMatrix:
         return moves
 
     def sensitivity(self, *, rounds_apart: int, participations: int) -> float:
-        """Return sens(C): the largest L2 norm, over all rows, of one client's change of C x.
+        """Return sens(C): the largest L2 distance by which one client can move all of C x.
 
         C is this matrix, and row t of x is the sum of round t.
         """

@@ -115,8 +115,8 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
     def mechanism(self, method: MethodTraits) -> RoundMechanism:
         """Return this plan itself, because it is also the mechanism of its runs.
 
-        With ``steps``, refuse a method that also uses records outside the local steps to compute an
-        upload, because the noise of the steps does not cover this use.
+        With ``steps``, noise is added in the local steps only, so refuse a method whose upload
+        depends on records in any other way.
         """
         if self.steps and method.upload_phase is None:
             raise InvalidValue(

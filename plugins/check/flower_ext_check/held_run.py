@@ -231,7 +231,7 @@ def _with_huge_record(part: torch.Tensor) -> torch.Tensor:
 
 
 def moved_arrays(arrays: Mapping[str, np.ndarray], change: Change) -> dict[str, np.ndarray]:
-    """Return arrays plus a public update: `held_step`, or what ``change`` says."""
+    """Return arrays plus a public update: `held_step`, unless ``change`` names another one."""
     size = sum(array.size for array in arrays.values() if array.dtype.kind == "f")
     move = np.zeros(size) if change == "zero" or not size else held_step(size)
     if change in _HUGE_CHANGES:

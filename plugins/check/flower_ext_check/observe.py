@@ -141,7 +141,8 @@ class Watch:
         """Return a client's data, or no data if the client must train without.
 
         In the first run, `_LEARNERS` clients train with their data, because no comparison needs
-        more. In a held run, no client does, unless the run shows one unit's influence.
+        more. In a held run no client trains with its data, except in a run that measures how far
+        one unit moves the result: there, every client does.
         """
         learns = partition < _LEARNERS
         if self.held is not None:

@@ -87,5 +87,5 @@ def open_columns(receiver: Receiver, sealed: bytes) -> list[tuple[int, bytes]]:
     """
     texts = receiver.open(sealed, DRAW_TEXT_BYTES)
     if any(text[0] > 1 for text in texts):
-        raise InvalidValue("weights: expected 0 or 1 as the number of every user's column")
+        raise InvalidValue("weights from the server: expected column 0 or 1 for every user")
     return [(text[0], text[1:]) for text in texts]
