@@ -380,7 +380,7 @@ WHOLE = ClipAndNoise(clipping_norm=2.0, noise_stddev=1.0)
 @pytest.mark.parametrize(
     ("update", "protection", "message"),
     [
-        ({"weight": torch.ones(2)}, UNITS, "sets no bound for"),
+        ({"weight": torch.ones(2)}, UNITS, "sets no bound, but"),
         (
             BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3),
             Protection(),
@@ -394,7 +394,7 @@ WHOLE = ClipAndNoise(clipping_norm=2.0, noise_stddev=1.0)
         (
             BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3),
             replace(UNITS, clipping_norm=1.9),
-            "a bound of 2 for .* the plan expects a bound of 1.9",
+            "a bound of 2, but the plan expects a bound of 1.9",
         ),
         (
             BoundedSum(value={"weight": torch.ones(2)}, bound=math.nan, count=3),

@@ -264,7 +264,7 @@ def test_a_node_without_a_partition_is_named_with_its_node_config(node_config):
     grid = grid_of(average_app())
     grid.contexts[1_003].node_config["partition-id"] = node_config
     with pytest.raises(
-        FederationNotReady, match=f"node 1003 says .* '?{node_config}'?;.*partition-id"
+        FederationNotReady, match=f"node 1003 says .* '?{node_config}'?: set partition-id"
     ):
         FederatedStrategy(DPFedAvg(local=FAST), plan()).start(grid, initial(), num_rounds=1)
 

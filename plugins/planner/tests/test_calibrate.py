@@ -162,7 +162,7 @@ def test_calibrate_says_where_its_search_for_rounds_ended():
     [
         ([*RUN], "give three of --epsilon"),
         ([*RUN, "--epsilon", "1", "--noise-multiplier", "1"], "give three of --epsilon"),
-        ([*RUN, "--cohort-size", "3", "--epsilon", "1"], "either --sampling-rate"),
+        ([*RUN, "--cohort-size", "3", "--epsilon", "1"], "give --sampling-rate"),
         ([*RUN, "--epsilon", "-1"], "epsilon=-1.0"),
         ([*PLANNED, "--epsilon", "1", "--delta", "2"], "delta=2.0"),
         ([*RUN, "--noise-multiplier", "0"], "noise_multiplier=0.0"),

@@ -141,7 +141,7 @@ def test_encrypted_memory_shows_nothing_and_needs_its_key(tmp_path):
     with pytest.raises(Damaged, match="is encrypted: set state-key-file to the file"):
         ClientMemory(context(state_folder=folder), "one", "run").load()
     key_file(tmp_path, b"j" * 32)
-    with pytest.raises(Damaged, match="state-key-file holds another key"):
+    with pytest.raises(Damaged, match="expected state-key-file to hold the key"):
         ClientMemory(sealed, "one", "run").load()
 
 

@@ -135,7 +135,7 @@ def test_without_a_folder_a_client_that_forgot_the_round_leaves_it():
     strategy = strategy_of()
     _, model = run(strategy, Forgetting)
     assert_same(model, expected_model(set(range(CLIENTS)) - {3}))
-    assert any("name a state-folder in its node config" in one for one in strategy.refusals)
+    assert any("name a state-folder in the node config" in one for one in strategy.refusals)
 
 
 def _mask_at_once(folder, question, value, both_loaded, outcomes):
