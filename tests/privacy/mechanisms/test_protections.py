@@ -230,5 +230,7 @@ def test_a_sum_whose_bound_is_not_the_plans_is_refused_unnoised(protection, boun
 
 
 def test_an_upload_that_must_sum_over_units_is_never_clipped_whole():
-    with pytest.raises(ValueError, match="each unit's part of the update: the method sets no bound"):
+    with pytest.raises(
+        ValueError, match="each unit's part of the update: the method sets no bound"
+    ):
         UNITS.released({"w": np.ones(2)}, Silence())
