@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class Referee:
         self.strategy, self.grid, self.outcome = strategy, grid, outcome
         self.weights: defaultdict[int, float] = defaultdict(float)
         """By client: the number of rounds that an adversary who sees each sum learns from."""
-        self._used: dict[int, records.Update] = {}
+        self._used: dict[int, Mapping[str, np.ndarray]] = {}
         summation = strategy.run.summation
         open_sum, aggregate = summation.open, strategy.aggregate_train
         evaluate = strategy.aggregate_evaluate
@@ -75,7 +75,9 @@ class Referee:
 
             def watched_read(reply: Message) -> records.Update:
                 update = read(reply)
-                self._used[opening.clients.partition_of(reply)] = update
+                # The reader of a hidden sum has added the upload, and returns no arrays.
+                arrays = update.arrays or _arrays(reply)
+                self._used[opening.clients.partition_of(reply)] = arrays
                 return update
 
             vars(opened).update(read=watched_read)
@@ -117,7 +119,7 @@ class Referee:
         outcome.released += moved is not None
         counted = {partition: _arrays(reply) for partition, reply in came.counted.items()}
         same = set(used) == set(counted) and all(
-            np.array_equal(used[partition].arrays[name], array)
+            np.array_equal(used[partition][name], array)
             for partition, arrays in counted.items()
             for name, array in arrays.items()
         )
