@@ -320,7 +320,7 @@ class Run:
         self.client_metrics = dict(values["client_metrics"])
         self.remembered = dict(values["remembered"])
         self.clients.refusals.extend(values["refusals"])
-        self.clients.refused = values.get("refused", len(self.clients.refusals))
+        self.clients.refused = values["refused"]
         self.summation.mechanism = self.mechanism.restored(values["mechanism"])
         self.state = State.of_groups(kept.arrays)
         self.companions = groups_under(_WRAPPER, kept.arrays)

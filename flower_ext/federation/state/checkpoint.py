@@ -39,7 +39,8 @@ class BegunRound:
     """A training round that the server began: its number, and the units whose data it uses.
 
     ``requests`` is how many uploads carry all the noise of the plan (`UploadCounts.needed`).
-    ``uploads`` is how many uploads of honest clients are in the sum (`UploadCounts.honest`).
+    ``uploads`` is how many uploads of honest clients are in the sum (`UploadCounts.honest`), or
+    None as long as this is unknown.
     """
 
     training_round: int
