@@ -168,7 +168,8 @@ def test_columns_of_tables_and_tensors_have_names():
 )
 def test_a_column_of_every_real_type_has_its_values(kind):
     column = torch.tensor([0, 1, 1]).to(kind)
-    columns = columns_of(Examples({"sex": torch.nn.Parameter(column, False)}, torch.zeros(3).long()))
+    features = {"sex": torch.nn.Parameter(column, False)}
+    columns = columns_of(Examples(features, torch.zeros(3).long()))
     assert columns["sex"].tolist() == [0.0, 1.0, 1.0]
     assert columns["sex"].dtype == np.float64
 
