@@ -26,7 +26,9 @@ def test_a_change_is_tested_by_what_has_its_name_or_imports_it(changed, tests):
 
 
 def test_a_module_that_no_test_names_is_tested_by_its_room():
-    assert chosen_tests(Path("flower_ext/federation/connection.py")) == {Path("tests/federation")}
+    assert chosen_tests(Path("flower_ext/federation/server/connection.py")) == {
+        Path("tests/federation")
+    }
 
 
 @pytest.mark.parametrize(

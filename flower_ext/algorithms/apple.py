@@ -42,9 +42,9 @@ from flower_ext.federation import (
     Released,
     State,
     Steps,
-    records,
     require_usual_server,
 )
+from flower_ext.federation.messages import records
 from flower_ext.federation.method_state import groups_under
 from flower_ext.training import (
     Job,

@@ -39,11 +39,11 @@ from flower_ext.federation import (
     State,
     Steps,
     personal_model,
-    records,
     require_usual_server,
 )
+from flower_ext.federation.messages import records
+from flower_ext.federation.messages.records import flattened, shaped
 from flower_ext.federation.method_state import groups_under
-from flower_ext.federation.records import flattened, shaped
 from flower_ext.training import LocalTraining, Proximal
 
 log = getLogger("flwr")

@@ -18,7 +18,8 @@ from flwr.serverapp.strategy import FedAvg, FedAvgM, FedProx, FedXgbBagging, Fed
 
 from flower_ext.algorithms.dp_fedavg import DPFedAvg
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import RefusedReply, Released, State, records, require_usual_server
+from flower_ext.federation import RefusedReply, Released, State, require_usual_server
+from flower_ext.federation.messages import records
 from flower_ext.privacy import PoissonSampling, PrivacyPlan
 
 _STEPS = "steps"

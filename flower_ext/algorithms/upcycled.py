@@ -37,7 +37,7 @@ from flwr.serverapp.strategy import FedAvgM, Result, Strategy
 
 from flower_ext.checks import Checked, NotNegative, require_not_negative, require_positive
 from flower_ext.federation import FederatedStrategy
-from flower_ext.federation.records import Arrays, to_arrays, to_record
+from flower_ext.federation.messages.records import Arrays, to_arrays, to_record
 from flower_ext.privacy.mechanisms.updates import require_finite
 
 log = getLogger("flwr")

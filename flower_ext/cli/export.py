@@ -20,10 +20,11 @@ from safetensors.torch import load_file, save
 
 from flower_ext.cli.screen import say
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import ClientMemory, InProcessGrid, records
+from flower_ext.federation import ClientMemory, InProcessGrid
 from flower_ext.federation.client.app import CohortApp
 from flower_ext.federation.client.client_side import ClientSide
 from flower_ext.federation.engines.run_app import load_app
+from flower_ext.federation.messages import records
 from flower_ext.files import write_whole
 from flower_ext.privacy import AdversaryView
 from flower_ext.runs.app_settings import checked_settings

@@ -1,6 +1,7 @@
 """Strategies, client sides, engines and messages that all methods share, built on Flower."""
 
 from flower_ext.federation.client.app import client_app
+from flower_ext.federation.client.client_level_mod import client_level_dp_mod
 from flower_ext.federation.client.client_method import (
     ClientMethod,
     ClientWork,
@@ -10,10 +11,12 @@ from flower_ext.federation.client.client_method import (
     personal_model,
     personal_part,
 )
-from flower_ext.federation.client_level_mod import client_level_dp_mod
 from flower_ext.federation.engines.in_process import InProcessGrid, run_in_process
 from flower_ext.federation.engines.virtual import VirtualGrid, clients_of
-from flower_ext.federation.exchange import Clients
+from flower_ext.federation.messages.exchange import Clients
+from flower_ext.federation.messages.records import Arrays, Update
+from flower_ext.federation.messages.replies import RefusedReply
+from flower_ext.federation.messages.roster import FederationNotReady
 from flower_ext.federation.method import Connected, Method, Released, require_usual_server
 from flower_ext.federation.method_state import State
 from flower_ext.federation.population import Cohort, Population
@@ -24,9 +27,7 @@ from flower_ext.federation.recording import (
     recorded,
     recorded_run,
 )
-from flower_ext.federation.records import Arrays, Update
-from flower_ext.federation.replies import RefusedReply
-from flower_ext.federation.roster import FederationNotReady
+from flower_ext.federation.server.stragglers import Stragglers
 from flower_ext.federation.server_optimizers import (
     Adagrad,
     Adam,
@@ -37,8 +38,7 @@ from flower_ext.federation.server_optimizers import (
     TailAverage,
     Yogi,
 )
-from flower_ext.federation.state.memory import ClientMemory
-from flower_ext.federation.stragglers import Stragglers
+from flower_ext.federation.storage.memory import ClientMemory
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.federation.sums.summation import ClientSum, Opening, OpenSum, Summation
 from flower_ext.federation.sums.weighted_silo import HiddenSum

@@ -19,10 +19,10 @@ from flower_ext.checks import Checked, Rule, is_number
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.client.app import client_app
 from flower_ext.federation.client.client_method import ClientMethod
-from flower_ext.federation.exchange import Clients
+from flower_ext.federation.messages.exchange import Clients
+from flower_ext.federation.messages.records import Arrays, Update
 from flower_ext.federation.method_state import State, groups_under, prefixed
 from flower_ext.federation.population import Cohort, Population, UsersInSilos
-from flower_ext.federation.records import Arrays, Update
 from flower_ext.federation.server_optimizers import MEAN, ModelAverage, ServerOptimizer
 from flower_ext.federation.sums.summation import ClientSum, Summation
 from flower_ext.privacy import Guarantee, PrivacyPlan

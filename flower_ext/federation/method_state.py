@@ -12,8 +12,8 @@ from typing import TypeVar
 import numpy as np
 
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import records
-from flower_ext.federation.records import Arrays
+from flower_ext.federation.messages import records
+from flower_ext.federation.messages.records import Arrays
 
 T = TypeVar("T")
 _EVERYONE, _SERVER = "everyone.", "server."

@@ -17,8 +17,8 @@ from flwr.serverapp.strategy import Result, Strategy
 from flower_ext import runs
 from flower_ext.errors import InvalidValue
 from flower_ext.federation._flower_private import sent_with_app
-from flower_ext.federation.query_round import use_records
-from flower_ext.federation.run_terms import check_same, terms_of
+from flower_ext.federation.server.query_round import use_records
+from flower_ext.federation.server.run_terms import check_same, terms_of
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.files import read_toml
 from flower_ext.runs import RunDirectory, RunWriter, new_run_path

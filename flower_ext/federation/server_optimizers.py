@@ -27,7 +27,7 @@ import numpy as np
 
 from flower_ext.checks import Checked, Count, FractionBelowOne, Positive, ProperFraction
 from flower_ext.errors import InvalidValue
-from flower_ext.federation.records import Arrays
+from flower_ext.federation.messages.records import Arrays
 
 Moments = Mapping[str, Arrays]
 """Groups of arrays that an optimizer or an average keeps between two rounds, by name."""

@@ -17,16 +17,16 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import records
-from flower_ext.federation.connection import connect
+from flower_ext.federation.messages import records
 from flower_ext.federation.method import Method
-from flower_ext.federation.query_round import QueryRound, ReportedScores, evaluation
-from flower_ext.federation.round import TrainingRound
-from flower_ext.federation.run import Run, StrategyOptions
-from flower_ext.federation.run_guarantees import guarantees_of, summary_of
-from flower_ext.federation.run_loop import RunLoop
-from flower_ext.federation.spending import Spending
-from flower_ext.federation.stragglers import Stragglers
+from flower_ext.federation.server.connection import connect
+from flower_ext.federation.server.query_round import QueryRound, ReportedScores, evaluation
+from flower_ext.federation.server.round import TrainingRound
+from flower_ext.federation.server.run import Run, StrategyOptions
+from flower_ext.federation.server.run_guarantees import guarantees_of, summary_of
+from flower_ext.federation.server.run_loop import RunLoop
+from flower_ext.federation.server.spending import Spending
+from flower_ext.federation.server.stragglers import Stragglers
 from flower_ext.federation.sums.masked import MaskedSum
 from flower_ext.federation.sums.summation import PlainSum, Summation
 from flower_ext.privacy import Budget, Guarantee, Ledger, PrivacyPlan

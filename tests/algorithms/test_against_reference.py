@@ -10,7 +10,8 @@ from flower_ext.algorithms import (
     DPFedAvg,
     DPFedSAM,
 )
-from flower_ext.federation import FederatedStrategy, InProcessGrid, Sgd, records
+from flower_ext.federation import FederatedStrategy, InProcessGrid, Sgd
+from flower_ext.federation.messages import records
 from flower_ext.privacy import FixedSizeSampling, ReleasePlan
 from flower_ext.training import LocalTraining, evaluate
 from tests.support.reference.comparing import close

@@ -8,7 +8,8 @@ import torch
 
 from flower_ext.algorithms import APFL, DPFedAvg
 from flower_ext.algorithms.apfl import WEIGHT
-from flower_ext.federation import InProcessGrid, records
+from flower_ext.federation import InProcessGrid
+from flower_ext.federation.messages import records
 from flower_ext.privacy import (
     ClippedSteps,
     FullParticipation,

@@ -7,7 +7,8 @@ import torch
 from flwr.app import ArrayRecord
 
 from flower_ext.algorithms import Apple, DPDitto, FedALA, FedAMP, PFedMe
-from flower_ext.federation import FederatedStrategy, InProcessGrid, client_app, records
+from flower_ext.federation import FederatedStrategy, InProcessGrid, client_app
+from flower_ext.federation.messages import records
 from flower_ext.privacy import ClippedSteps, FullParticipation, NonPrivatePlan, RecordLevelPlan
 from flower_ext.training import LocalTraining, evaluate, untagged
 from tests.support.grids import grid as grid_of

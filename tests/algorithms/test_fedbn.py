@@ -7,7 +7,8 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from flower_ext.algorithms import FedBN, FedPer, FedRep
-from flower_ext.federation import FederatedStrategy, InProcessGrid, records
+from flower_ext.federation import FederatedStrategy, InProcessGrid
+from flower_ext.federation.messages import records
 from flower_ext.privacy import FullParticipation, ReleasePlan
 from flower_ext.training import UnshareableModel
 from tests.support.personalised import (
@@ -98,7 +99,9 @@ def test_a_shared_layer_with_statistics_ends_the_run_before_its_first_round():
 def test_a_client_refuses_a_server_that_asks_for_running_statistics(method, monkeypatch):
     """The server of this test sends them, as a server with other code could."""
     task, initial = uneven_task(Normed), uneven_task(Normed).initial_params(SEED)
-    monkeypatch.setattr("flower_ext.federation.model_checks.RUNNING_STATISTICS", frozenset())
+    monkeypatch.setattr(
+        "flower_ext.federation.messages.model_checks.RUNNING_STATISTICS", frozenset()
+    )
     strategy = FederatedStrategy(method(personal=("head",)), NOISED, seed=SEED, evaluate_every=0)
     grid = Recorder(method.client_app(task), num_clients=CLIENTS)
     start = ArrayRecord({n: p for n, p in initial.items() if n != "bn1.num_batches_tracked"})

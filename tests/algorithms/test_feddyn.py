@@ -8,7 +8,7 @@ import pytest
 
 from flower_ext.algorithms import FedDyn
 from flower_ext.federation import FederatedStrategy
-from flower_ext.federation.round import TrainingRound
+from flower_ext.federation.server.round import TrainingRound
 from flower_ext.privacy import (
     FixedSizeSampling,
     FullParticipation,

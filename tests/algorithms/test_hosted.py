@@ -5,7 +5,8 @@ import pytest
 from flwr.serverapp.strategy import FedAdam, FedAvgM, FedYogi
 
 from flower_ext.algorithms import Hosted
-from flower_ext.federation import FederatedStrategy, InProcessGrid, records
+from flower_ext.federation import FederatedStrategy, InProcessGrid
+from flower_ext.federation.messages import records
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining
 from tests.support.worlds import initial, task

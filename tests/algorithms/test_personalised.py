@@ -7,7 +7,7 @@ import torch
 
 from flower_ext.algorithms import APFL, DPFedAvg, FedBN, FedPer, FedRep
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import records
+from flower_ext.federation.messages import records
 from flower_ext.privacy import AdversaryView, FullParticipation, PoissonSampling, ReleasePlan
 from flower_ext.training import Task
 from tests.support.dying_runs import Died, assert_same_model, play

@@ -10,13 +10,8 @@ from torch import nn
 
 from flower_ext.algorithms import FedDyn, Scaffold
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import (
-    ClientMemory,
-    FederatedStrategy,
-    InProcessGrid,
-    RefusedReply,
-    records,
-)
+from flower_ext.federation import ClientMemory, FederatedStrategy, InProcessGrid, RefusedReply
+from flower_ext.federation.messages import records
 from flower_ext.privacy import (
     FixedSizeSampling,
     FullParticipation,

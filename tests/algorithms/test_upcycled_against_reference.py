@@ -10,7 +10,8 @@ from flwr.serverapp.strategy import FedAvg, FedAvgM, FedProx, FedYogi
 
 from flower_ext.algorithms import DPFedAvg, FedDyn, Hosted, PFedMe, Scaffold, Upcycled
 from flower_ext.algorithms.upcycled import Decaying
-from flower_ext.federation import ClientMemory, InProcessGrid, Sgd, Stragglers, client_app, records
+from flower_ext.federation import ClientMemory, InProcessGrid, Sgd, Stragglers, client_app
+from flower_ext.federation.messages import records
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan
 from flower_ext.training import LocalTraining
 from tests.support.grids import grid as grid_of

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from flower_ext.federation.state.folder import deserialised
-from flower_ext.federation.state.noise_stream import FILE
+from flower_ext.federation.storage.folder import deserialised
+from flower_ext.federation.storage.noise_stream import FILE
 from tests.faults.processes import SETTINGS, WatchedRun, in_process
 from tests.support.apps import DP2_FEDSAM
 from tests.support.deployment import Deployment

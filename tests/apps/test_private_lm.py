@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.data import DataNotFound
-from flower_ext.federation import InProcessGrid, records, run_in_process
+from flower_ext.federation import InProcessGrid, run_in_process
+from flower_ext.federation.messages import records
 from flower_ext.privacy import FullParticipation, PrivacyUnit, ReleasePlan
 from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining

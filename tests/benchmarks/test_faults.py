@@ -9,14 +9,9 @@ from flwr.app import ArrayRecord
 
 from benchmarks import faults as command
 from flower_ext.algorithms import DPFedAvg
-from flower_ext.federation import (
-    ClientMethod,
-    FederatedStrategy,
-    LocalResult,
-    exchange,
-    records,
-)
-from flower_ext.federation.replies import RefusedReply
+from flower_ext.federation import ClientMethod, FederatedStrategy, LocalResult
+from flower_ext.federation.messages import exchange, records
+from flower_ext.federation.messages.replies import RefusedReply
 from flower_ext.privacy import SecureNoise
 from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
 from flower_ext.training import LocalTraining

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from flwr.app import ConfigRecord, Message
 
-from flower_ext.federation import InProcessGrid, records
+from flower_ext.federation import InProcessGrid
+from flower_ext.federation.messages import records
 from tests.faults.malformed import malformed, requests
 from tests.faults.worlds import CASES, PRIVATE, PRIVATE_PLUG_INS, Case, initial, task
 

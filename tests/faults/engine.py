@@ -15,7 +15,8 @@ from dp_accounting import pld
 from flwr.app import ArrayRecord, Message
 
 from flower_ext.algorithms.uldp import UldpAvg
-from flower_ext.federation import FederatedStrategy, Opening, OpenSum, records
+from flower_ext.federation import FederatedStrategy, Opening, OpenSum
+from flower_ext.federation.messages import records
 from flower_ext.privacy import (
     AdversaryView,
     Ledger,

@@ -11,7 +11,8 @@ import numpy as np
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 
-from flower_ext.federation import InProcessGrid, records
+from flower_ext.federation import InProcessGrid
+from flower_ext.federation.messages import records
 from tests.faults.malformed import EVALUATE, Mutation, copied, malformed
 
 

@@ -28,10 +28,11 @@ from typing import Any
 import torch
 from flwr.app import Context, Message
 
-from flower_ext.federation import recording, records, run_in_process
+from flower_ext.federation import recording, run_in_process
 from flower_ext.federation.client.app import Answer, CohortApp
 from flower_ext.federation.engines.run_app import load_app
-from flower_ext.federation.state.folder import deserialised
+from flower_ext.federation.messages import records
+from flower_ext.federation.storage.folder import deserialised
 from flower_ext.privacy import AdversaryView, Release, privacy_loss_of
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.runs import RunDirectory

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
-from flower_ext.federation import records
+from flower_ext.federation.messages import records
 
 Mutation = Callable[[Message, np.random.Generator], None]
 

@@ -10,7 +10,8 @@ from flwr.app import ArrayRecord, Message
 from scipy import stats
 
 from flower_ext.algorithms import DPFedAvg
-from flower_ext.federation import FederatedStrategy, records
+from flower_ext.federation import FederatedStrategy
+from flower_ext.federation.messages import records
 from flower_ext.privacy import FullParticipation, ReleasePlan
 from flower_ext.privacy.mechanisms.noised_sum import NoisePlacement
 from flower_ext.training import LocalTraining, Task

@@ -9,7 +9,8 @@ import numpy as np
 from flwr.app import ArrayRecord, Message
 from flwr.clientapp import ClientApp
 
-from flower_ext.federation import FederatedStrategy, InProcessGrid, records
+from flower_ext.federation import FederatedStrategy, InProcessGrid
+from flower_ext.federation.messages import records
 from tests.faults.worlds import CLIENTS, initial, task
 
 WINDOW = 12

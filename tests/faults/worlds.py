@@ -33,7 +33,8 @@ from flower_ext.algorithms.uldp import (
     UldpAvg,
 )
 from flower_ext.data import Examples, SiloData
-from flower_ext.federation import FederatedStrategy, Sgd, records
+from flower_ext.federation import FederatedStrategy, Sgd
+from flower_ext.federation.messages import records
 from flower_ext.federation.sums.weighted import SUM
 from flower_ext.privacy import (
     FullParticipation,

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from flower_ext.algorithms import DPFedAvg
-from flower_ext.federation import FederatedStrategy, InProcessGrid, records
+from flower_ext.federation import FederatedStrategy, InProcessGrid
+from flower_ext.federation.messages import records
 from flower_ext.privacy import (
     AdaptiveClipping,
     AdversaryView,

@@ -18,7 +18,8 @@ from flower_ext.algorithms import DPFedAvg
 from flower_ext.algorithms.uldp import UldpAvg
 from flower_ext.algorithms.uldp.weights import SAMPLED, USER_WEIGHTS
 from flower_ext.data import ClientData, Examples, SiloData
-from flower_ext.federation import FederatedStrategy, records
+from flower_ext.federation import FederatedStrategy
+from flower_ext.federation.messages import records
 from flower_ext.privacy import (
     FixedSizeSampling,
     Ledger,

@@ -12,9 +12,10 @@ from torch import nn
 
 from flower_ext.algorithms import DPFedAvg, Upcycled
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import FederatedStrategy, InProcessGrid, records
-from flower_ext.federation.state.folder import Damaged
-from flower_ext.federation.state.noise_stream import FILE
+from flower_ext.federation import FederatedStrategy, InProcessGrid
+from flower_ext.federation.messages import records
+from flower_ext.federation.storage.folder import Damaged
+from flower_ext.federation.storage.noise_stream import FILE
 from flower_ext.privacy import (
     AdversaryView,
     Budget,

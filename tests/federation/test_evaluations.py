@@ -10,9 +10,9 @@ from flwr.app import MetricRecord
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
 from flower_ext.data import Examples
-from flower_ext.federation import records
 from flower_ext.federation.client import evaluating
-from flower_ext.federation.run_guarantees import not_covered, spent_by
+from flower_ext.federation.messages import records
+from flower_ext.federation.server.run_guarantees import not_covered, spent_by
 from flower_ext.federation.sums.masked import MASKED_SUM
 from flower_ext.privacy import Budget, Ledger, SecureScores, SecureSum, privacy_loss_of
 from flower_ext.runs import RunWriter

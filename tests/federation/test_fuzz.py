@@ -26,10 +26,10 @@ from flower_ext.federation import (
     InProcessGrid,
     RefusedReply,
     VirtualGrid,
-    records,
 )
-from flower_ext.federation.replies import read_scores, read_update
-from flower_ext.federation.roster import Roster
+from flower_ext.federation.messages import records
+from flower_ext.federation.messages.replies import read_scores, read_update
+from flower_ext.federation.messages.roster import Roster
 from flower_ext.privacy import FullParticipation
 from flower_ext.training import DpSgdTraining
 from tests.faults.malformed import (

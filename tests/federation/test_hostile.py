@@ -13,12 +13,12 @@ from flower_ext.federation import (
     InProcessGrid,
     RefusedReply,
     VirtualGrid,
-    records,
 )
-from flower_ext.federation.packing import pack
-from flower_ext.federation.progress import Progress
-from flower_ext.federation.replies import read_answer, read_metrics, read_update
-from flower_ext.federation.roster import Roster
+from flower_ext.federation.messages import records
+from flower_ext.federation.messages.packing import pack
+from flower_ext.federation.messages.progress import Progress
+from flower_ext.federation.messages.replies import read_answer, read_metrics, read_update
+from flower_ext.federation.messages.roster import Roster
 from flower_ext.privacy import (
     FullParticipation,
     NonPrivatePlan,

@@ -12,7 +12,7 @@ from flower_ext.federation import (
     FederatedStrategy,
     InProcessGrid,
 )
-from flower_ext.federation.run_guarantees import summary_of
+from flower_ext.federation.server.run_guarantees import summary_of
 from flower_ext.privacy import (
     FullParticipation,
     OutputPerturbation,

@@ -10,8 +10,9 @@ from torch import nn
 
 from flower_ext.algorithms import APFL, Apple, DP2FedSAM, DPDitto, DPFedAvg, FedALA, PFedMe
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import FederatedStrategy, InProcessGrid, VirtualGrid, failures, records
-from flower_ext.federation.failures import REASON_WITHHELD
+from flower_ext.federation import FederatedStrategy, InProcessGrid, VirtualGrid
+from flower_ext.federation.messages import failures, records
+from flower_ext.federation.messages.failures import REASON_WITHHELD
 from flower_ext.privacy import (
     FullParticipation,
     RecordLevelPlan,

@@ -9,10 +9,8 @@ from flwr.app import ConfigRecord
 from scipy import stats
 
 from flower_ext.algorithms import DPFedAvg
-from flower_ext.federation import (
-    FederatedStrategy,
-    records,
-)
+from flower_ext.federation import FederatedStrategy
+from flower_ext.federation.messages import records
 from flower_ext.privacy import (
     FullParticipation,
     OutputPerturbation,

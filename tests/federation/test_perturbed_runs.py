@@ -10,12 +10,8 @@ from flwr.app import ArrayRecord, MetricRecord
 from torch import nn
 
 from flower_ext.algorithms import DPFedAvg, Scaffold
-from flower_ext.federation import (
-    FederatedStrategy,
-    FederationNotReady,
-    InProcessGrid,
-    records,
-)
+from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid
+from flower_ext.federation.messages import records
 from flower_ext.privacy import (
     Budget,
     FixedSizeSampling,

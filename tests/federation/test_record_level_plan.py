@@ -16,8 +16,8 @@ from flower_ext.federation import (
     InProcessGrid,
     Sgd,
     client_app,
-    records,
 )
+from flower_ext.federation.messages import records
 from flower_ext.privacy import (
     ClippedSteps,
     FullParticipation,

@@ -23,7 +23,7 @@ from flower_ext.federation import (
     FederationNotReady,
     recorded_run,
 )
-from flower_ext.federation.state.folder import Damaged
+from flower_ext.federation.storage.folder import Damaged
 from flower_ext.files import InUse, lock
 from flower_ext.privacy import (
     AdaptiveClipping,

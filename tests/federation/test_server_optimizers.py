@@ -9,7 +9,7 @@ from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation._flower_private import become_server_of
-from flower_ext.federation.records import to_record
+from flower_ext.federation.messages.records import to_record
 from flower_ext.federation.server_optimizers import (
     Adagrad,
     Adam,

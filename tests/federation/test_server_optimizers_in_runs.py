@@ -21,8 +21,8 @@ from flower_ext.federation import (
     State,
     TailAverage,
     Yogi,
-    records,
 )
+from flower_ext.federation.messages import records
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining
 from tests.support import secure_runs, silos, worlds

@@ -14,17 +14,11 @@ from flwr.serverapp.strategy import FedAvg
 
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import (
-    FederatedStrategy,
-    FederationNotReady,
-    InProcessGrid,
-    VirtualGrid,
-    exchange,
-    records,
-)
-from flower_ext.federation.client_level_mod import client_level_dp_mod
-from flower_ext.federation.roster import FOR_MODS
-from flower_ext.federation.run_guarantees import spent_by
+from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid, VirtualGrid
+from flower_ext.federation.client.client_level_mod import client_level_dp_mod
+from flower_ext.federation.messages import exchange, records
+from flower_ext.federation.messages.roster import FOR_MODS
+from flower_ext.federation.server.run_guarantees import spent_by
 from flower_ext.privacy import (
     AdversaryView,
     Budget,

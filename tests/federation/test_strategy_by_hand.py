@@ -7,8 +7,9 @@ from flwr.serverapp.strategy import Strategy
 
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import FederatedStrategy, InProcessGrid, records
-from flower_ext.federation.roster import FederationNotReady
+from flower_ext.federation import FederatedStrategy, InProcessGrid
+from flower_ext.federation.messages import records
+from flower_ext.federation.messages.roster import FederationNotReady
 from flower_ext.privacy import FullParticipation, ReleasePlan
 from tests.support.worlds import initial, task
 

@@ -8,7 +8,8 @@ from flower_ext import algorithms
 from flower_ext.algorithms import Apple, DP2FedSAM, DPDitto, DPFedAvg, FedAMP, FedDyn, Scaffold
 from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import FederatedStrategy, records
+from flower_ext.federation import FederatedStrategy
+from flower_ext.federation.messages import records
 from flower_ext.privacy import (
     FullParticipation,
     NonPrivatePlan,

@@ -22,7 +22,7 @@ from flower_ext.federation import (
     client_level_dp_mod,
 )
 from flower_ext.federation.method_state import State
-from flower_ext.federation.state.folder import deserialised
+from flower_ext.federation.storage.folder import deserialised
 from flower_ext.privacy import (
     Budget,
     FixedSizeSampling,

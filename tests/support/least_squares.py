@@ -12,7 +12,8 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import ClientMemory, InProcessGrid, recorded_run, records
+from flower_ext.federation import ClientMemory, InProcessGrid, recorded_run
+from flower_ext.federation.messages import records
 from flower_ext.training import LocalTraining, Task
 from tests.support.dying_runs import Died
 

@@ -6,8 +6,8 @@ from unittest.mock import patch
 import numpy as np
 
 from flower_ext.algorithms import Upcycled
-from flower_ext.federation import records
 from flower_ext.federation.client import assignment, client_side
+from flower_ext.federation.messages import records
 from flower_ext.privacy import (
     FullParticipation,
     NonPrivatePlan,

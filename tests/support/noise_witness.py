@@ -31,9 +31,9 @@ from flower_ext.federation import (
     first_config,
     record,
     recorded_run,
-    records,
 )
-from flower_ext.federation.state.noise_stream import NoiseStream
+from flower_ext.federation.messages import records
+from flower_ext.federation.storage.noise_stream import NoiseStream
 from flower_ext.privacy import CorrelatedNoise, ReleasePlan, SpacedSampling, gaussian_loss
 from flower_ext.privacy.mechanisms.correlated_noise import PreparedNoise
 from flower_ext.runs import RunDirectory

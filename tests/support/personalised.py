@@ -10,7 +10,8 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import FederatedStrategy, InProcessGrid, records
+from flower_ext.federation import FederatedStrategy, InProcessGrid
+from flower_ext.federation.messages import records
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining, Task
 from tests.support.worlds import CLASSES, FEATURES, Net, client_data

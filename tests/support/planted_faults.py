@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flower_ext.algorithms.uldp import averaging
-from flower_ext.federation.round import Round
-from flower_ext.federation.run import StrategyOptions
+from flower_ext.federation.server.round import Round
+from flower_ext.federation.server.run import StrategyOptions
 from flower_ext.privacy import (
     PoissonSampling,
     SecureNoise,

@@ -5,8 +5,9 @@ import pytest
 from flwr.app import ArrayRecord, Context, RecordDict
 
 from flower_ext.algorithms.uldp import PrivateWeighting, UldpAvg, UldpSgd
-from flower_ext.federation import InProcessGrid, records
-from flower_ext.federation.state.memory import ClientVault
+from flower_ext.federation import InProcessGrid
+from flower_ext.federation.messages import records
+from flower_ext.federation.storage.memory import ClientVault
 from flower_ext.privacy import FullParticipation
 from flower_ext.secure.weighting.protocol import load_protocol, protocols
 from tests.support.silos import COMMON, LOCAL, ROUNDS, SEED, SILOS, USERS, plan, task

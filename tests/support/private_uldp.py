@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from flower_ext.federation import records
+from flower_ext.federation.messages import records
 from flower_ext.federation.sums import weighted_silo
 from tests.support.private_silos import SMALL, vault
 

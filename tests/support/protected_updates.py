@@ -9,12 +9,10 @@ from torch import nn
 
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import (
-    records,
-)
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.upload import protected
-from flower_ext.federation.protection import (
+from flower_ext.federation.messages import records
+from flower_ext.federation.messages.protection import (
     Unprotected,
     from_entries,
     to_entries,

@@ -7,7 +7,8 @@ from flwr.app import ArrayRecord, ConfigRecord
 
 from flower_ext.algorithms.uldp.averaging import UldpAvg
 from flower_ext.data import SiloData
-from flower_ext.federation import InProcessGrid, Sgd, records
+from flower_ext.federation import InProcessGrid, Sgd
+from flower_ext.federation.messages import records
 from flower_ext.training import DpSgdTraining
 from tests.support.silos import (
     COMMON,

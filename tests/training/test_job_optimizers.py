@@ -9,7 +9,8 @@ from torch.nn.functional import cross_entropy
 from flower_ext.algorithms import DPDitto, Scaffold
 from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import FederatedStrategy, records
+from flower_ext.federation import FederatedStrategy
+from flower_ext.federation.messages import records
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
 from flower_ext.training import Job, LocalTraining, Task
 from flower_ext.training.job import OPTIMIZERS

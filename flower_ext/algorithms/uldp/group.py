@@ -44,8 +44,8 @@ from flower_ext.federation import (
     Population,
     State,
     Summation,
-    records,
 )
+from flower_ext.federation.messages import records
 from flower_ext.federation.population import UsersInSilos
 from flower_ext.privacy import (
     FullParticipation,

@@ -8,10 +8,11 @@ from flwr.app import ConfigRecord, Message
 
 from flower_ext.algorithms.uldp.weights import NUM_USERS
 from flower_ext.data.users import owned
-from flower_ext.federation import Clients, Question, RefusedReply, records
+from flower_ext.federation import Clients, Question, RefusedReply
 from flower_ext.federation.client.user_draws import FINGERPRINT_BYTES
-from flower_ext.federation.replies import read_answer
-from flower_ext.federation.roster import FederationNotReady
+from flower_ext.federation.messages import records
+from flower_ext.federation.messages.replies import read_answer
+from flower_ext.federation.messages.roster import FederationNotReady
 from flower_ext.training import Params
 
 HISTOGRAM, FINGERPRINT = "histogram", "draw-fingerprint"

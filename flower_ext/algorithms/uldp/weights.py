@@ -21,7 +21,8 @@ import numpy as np
 from flwr.app import ArrayRecord
 
 from flower_ext.errors import InvalidValue, knowing_no_data
-from flower_ext.federation import ClientWork, records
+from flower_ext.federation import ClientWork
+from flower_ext.federation.messages import records
 from flower_ext.privacy import PoissonSampling
 from flower_ext.privacy.theorems.uldp_theorem import Weighting
 

@@ -13,9 +13,9 @@ from flower_ext.federation.client.client_method import ClientMethod, ClientWork,
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.client.user_draws import draw_users, draws_vault
-from flower_ext.federation.failures import hide_errors, log_once
-from flower_ext.federation.protection import Unprotected
-from flower_ext.federation.state.memory import ClientMemory
+from flower_ext.federation.messages.failures import hide_errors, log_once
+from flower_ext.federation.messages.protection import Unprotected
+from flower_ext.federation.storage.memory import ClientMemory
 from flower_ext.federation.sums.summation import ClientSum
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.guarantee import PreconditionFailed

@@ -22,7 +22,6 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 
 from flower_ext.data import ClientData, SiloData
 from flower_ext.errors import InvalidValue, knowing_no_data
-from flower_ext.federation import records
 from flower_ext.federation.client.assignment import NO_DATA, Assignment, assign, data_of
 from flower_ext.federation.client.client_method import ClientMethod, Question
 from flower_ext.federation.client.evaluating import (
@@ -35,9 +34,10 @@ from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.requests import read_each, sum_of
 from flower_ext.federation.client.upload import upload_of
 from flower_ext.federation.client.user_draws import draw_fingerprint, draws_vault
-from flower_ext.federation.failures import attempt_each, attempt_in_turn
-from flower_ext.federation.roster import check_addressee
-from flower_ext.federation.state.memory import ClientMemory, forget_client
+from flower_ext.federation.messages import records
+from flower_ext.federation.messages.failures import attempt_each, attempt_in_turn
+from flower_ext.federation.messages.roster import check_addressee
+from flower_ext.federation.storage.memory import ClientMemory, forget_client
 from flower_ext.federation.sums.summation import ClientSum
 from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.training import MEMORY_LIMIT, Params, Task

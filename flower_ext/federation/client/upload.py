@@ -32,11 +32,11 @@ from typing import Any
 import torch
 
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import records
 from flower_ext.federation.client.assignment import NO_DATA, Assignment
 from flower_ext.federation.client.client_method import ClientWork, Contribution, LocalResult, Memory
 from flower_ext.federation.client.node import OF_UPLOADS
-from flower_ext.federation.failures import hide_errors, log_hidden
+from flower_ext.federation.messages import records
+from flower_ext.federation.messages.failures import hide_errors, log_hidden
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.updates import NamedArrays, l2_norm, require_finite

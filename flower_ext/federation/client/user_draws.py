@@ -14,7 +14,7 @@ import hashlib
 from flwr.app import Context
 
 from flower_ext.errors import InvalidValue, ProtocolError
-from flower_ext.federation.state.memory import ClientVault
+from flower_ext.federation.storage.memory import ClientVault
 from flower_ext.privacy import PoissonSampling
 from flower_ext.privacy.randomness import keyed_generator
 from flower_ext.training import Task

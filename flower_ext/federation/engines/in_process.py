@@ -21,10 +21,10 @@ from flwr.serverapp import ServerApp
 
 from flower_ext.checks import require_at_least_one
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation import failures
 from flower_ext.federation.client.app import answer_all
 from flower_ext.federation.engines.virtual import ClientGrid, replies_in_memory
 from flower_ext.federation.engines.workers import Workers
+from flower_ext.federation.messages import failures
 from flower_ext.training import MEMORY_LIMIT
 
 _GC_THRESHOLD = 10_000

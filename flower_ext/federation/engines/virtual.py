@@ -20,9 +20,9 @@ from flwr.serverapp import Grid
 from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.exchange import origin_fault
-from flower_ext.federation.packing import pack, unpack
-from flower_ext.federation.records import payload_bytes
+from flower_ext.federation.messages.exchange import origin_fault
+from flower_ext.federation.messages.packing import pack, unpack
+from flower_ext.federation.messages.records import payload_bytes
 from flower_ext.training import MEMORY_LIMIT
 
 log = getLogger(__name__)

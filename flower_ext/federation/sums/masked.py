@@ -37,11 +37,22 @@ from flwr.app import ArrayRecord, Message
 
 from flower_ext.data import ClientData
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError, knowing_no_data
-from flower_ext.federation import records
-from flower_ext.federation.failures import printable
-from flower_ext.federation.records import Arrays, bytes_record, flattened, shaped, single_message
-from flower_ext.federation.replies import LONGEST_REASON, RefusedReply, read_answer, read_metrics
-from flower_ext.federation.state.memory import OF_MASKED_SUM, ClientVault
+from flower_ext.federation.messages import records
+from flower_ext.federation.messages.failures import printable
+from flower_ext.federation.messages.records import (
+    Arrays,
+    bytes_record,
+    flattened,
+    shaped,
+    single_message,
+)
+from flower_ext.federation.messages.replies import (
+    LONGEST_REASON,
+    RefusedReply,
+    read_answer,
+    read_metrics,
+)
+from flower_ext.federation.storage.memory import OF_MASKED_SUM, ClientVault
 from flower_ext.federation.sums.summation import (
     ClientSum,
     Opening,

@@ -16,11 +16,11 @@ from flwr.app import ArrayRecord, Context, Message
 
 from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import records
-from flower_ext.federation.exchange import Clients
+from flower_ext.federation.messages import records
+from flower_ext.federation.messages.exchange import Clients
+from flower_ext.federation.messages.records import Arrays, Update
+from flower_ext.federation.messages.replies import RefusedReply, read_update
 from flower_ext.federation.population import Cohort, Population
-from flower_ext.federation.records import Arrays, Update
-from flower_ext.federation.replies import RefusedReply, read_update
 from flower_ext.privacy import AdversaryView, NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundMechanism

@@ -19,7 +19,7 @@ from flwr.app import ArrayRecord
 from flower_ext.data import ClientData
 from flower_ext.data.users import owned
 from flower_ext.errors import InvalidValue, ProtocolError, knowing_no_data, tellable
-from flower_ext.federation.records import (
+from flower_ext.federation.messages.records import (
     Arrays,
     arrays_of,
     bytes_record,
@@ -27,8 +27,8 @@ from flower_ext.federation.records import (
     single_message,
     to_bytes_array,
 )
-from flower_ext.federation.roster import partition_of
-from flower_ext.federation.state.memory import ClientVault
+from flower_ext.federation.messages.roster import partition_of
+from flower_ext.federation.storage.memory import ClientVault
 from flower_ext.federation.sums.summation import ClientSum
 from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTED_SUM, WEIGHTS
 from flower_ext.privacy import NoiseSource

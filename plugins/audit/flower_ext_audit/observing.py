@@ -10,9 +10,10 @@ import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
 
-from flower_ext.federation import FederationNotReady, InProcessGrid, records
+from flower_ext.federation import FederationNotReady, InProcessGrid
 from flower_ext.federation.engines.in_process import modules_uncollected
-from flower_ext.federation.roster import asks_identity, partition_of
+from flower_ext.federation.messages import records
+from flower_ext.federation.messages.roster import asks_identity, partition_of
 from flower_ext_audit.experiment import NEXT_NORM, Arrays, Experiment, Observation, World
 from flower_ext_audit.secure_rounds import SecureTranscript, is_secure
 

@@ -15,7 +15,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Message
 
 from flower_ext.errors import FlowerExtError
-from flower_ext.federation import records
+from flower_ext.federation.messages import records
 from flower_ext.federation.sums.masked import BEGIN, MASKED_SUM, SENT
 from flower_ext.secure.aggregation.aggregation_messages import (
     OF_SEED,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from flower_ext.federation.state.noise_stream import NoiseStream
+from flower_ext.federation.storage.noise_stream import NoiseStream
 from flower_ext.privacy import AdaptiveClipping, SpacedSampling
 from flower_ext.privacy.mechanisms.adaptive_clipping import SIDE
 from flower_ext.privacy.mechanisms.correlated_noise import PreparedNoise

@@ -26,9 +26,9 @@ from flower_ext.federation import (
     InProcessGrid,
     client_level_dp_mod,
     recorded_run,
-    records,
 )
 from flower_ext.federation.client.assignment import objective_terms
+from flower_ext.federation.messages import records
 from flower_ext.privacy import (
     FullParticipation,
     ReleasePlan,

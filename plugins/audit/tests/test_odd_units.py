@@ -13,8 +13,9 @@ from torch.nn import functional
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
 from flower_ext.algorithms.uldp import UldpAvg, UldpSgd, silo_training
 from flower_ext.data import ClientData, Examples, SiloData
-from flower_ext.federation import FederatedStrategy, failures
+from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.client import client_method, upload
+from flower_ext.federation.messages import failures
 from flower_ext.privacy import (
     AdversaryView,
     ClippedSteps,

@@ -22,7 +22,7 @@ from flower_ext.data import SiloData, trees
 from flower_ext.federation import ClientWork, HiddenSum
 from flower_ext.federation.client import upload
 from flower_ext.federation.client.assignment import NO_DATA
-from flower_ext.federation.failures import CLIENT_APP_RAISED
+from flower_ext.federation.messages.failures import CLIENT_APP_RAISED
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import ClipSteps, Protection

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from flower_ext.federation import FederatedStrategy
-from flower_ext.federation.run_guarantees import summary_of
+from flower_ext.federation.server.run_guarantees import summary_of
 from flower_ext.privacy import FullParticipation, NeighboringRelation, Release
 from flower_ext.privacy.mechanisms.protections import ClipSteps, ObjectivePerturbation
 from flower_ext.privacy.plans.release_mechanism import AdaptiveRelease, SpacedRelease

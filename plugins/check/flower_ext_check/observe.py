@@ -22,15 +22,16 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 from flower_ext.data import ClientData
-from flower_ext.federation import InProcessGrid, records
+from flower_ext.federation import InProcessGrid
 from flower_ext.federation.client import assignment
 from flower_ext.federation.client.app import CohortApp, answer_all
 from flower_ext.federation.client.assignment import NO_DATA
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.engines.in_process import run_server
-from flower_ext.federation.failures import CLIENT_APP_RAISED
-from flower_ext.federation.roster import asks_identity, is_rehearsal
-from flower_ext.federation.round import Round
+from flower_ext.federation.messages import records
+from flower_ext.federation.messages.failures import CLIENT_APP_RAISED
+from flower_ext.federation.messages.roster import asks_identity, is_rehearsal
+from flower_ext.federation.server.round import Round
 from flower_ext.training import Task
 from flower_ext_check.app_folder import AppFolder
 from flower_ext_check.held_run import TRAIN, HeldRun, category_of, received_like

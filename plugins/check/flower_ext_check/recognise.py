@@ -20,7 +20,7 @@ from flwr.clientapp.mod import LocalDpMod
 
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.client.app import CohortApp
-from flower_ext.federation.run_guarantees import claims_of, summary_of
+from flower_ext.federation.server.run_guarantees import claims_of, summary_of
 from flower_ext.privacy import (
     AdversaryView,
     Guarantee,

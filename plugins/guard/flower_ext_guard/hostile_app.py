@@ -13,8 +13,8 @@ from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordD
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
-from flower_ext.federation import records
-from flower_ext.federation.records import to_record
+from flower_ext.federation.messages import records
+from flower_ext.federation.messages.records import to_record
 from flower_ext.privacy import AdversaryView, SecureNoise, privacy_loss_of
 from flower_ext_audit.experiment import Experiment, World, projected
 from flower_ext_guard import release

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 import numpy as np
 from flwr.app import ArrayRecord
 
-from flower_ext.federation.records import Arrays, to_arrays
+from flower_ext.federation.messages.records import Arrays, to_arrays
 from flower_ext.privacy import NoiseSource, clip
 from flower_ext.privacy.mechanisms.updates import NonFiniteUpdate, check_like
 from flower_ext_guard.policy import MessagePolicy, Refused

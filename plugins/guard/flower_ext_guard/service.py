@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
 
-from flower_ext.federation.records import to_record
+from flower_ext.federation.messages.records import to_record
 from flower_ext.files import write_whole
 from flower_ext.privacy import (
     AdversaryView,

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import records
-from flower_ext.federation.client_level_mod import client_level_dp_mod
-from flower_ext.federation.roster import PARTITION
+from flower_ext.federation.client.client_level_mod import client_level_dp_mod
+from flower_ext.federation.messages import records
+from flower_ext.federation.messages.roster import PARTITION
 from flower_ext.federation.sums.masked import MASKED_SUM
 from flower_ext_guard.flower_runtime import RuntimeRequest
 from flower_ext_guard.policy import GuardPolicy, MessagePolicy, Refused

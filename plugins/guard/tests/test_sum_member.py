@@ -13,9 +13,10 @@ from plain_app.plain.client_app import app as plain_app
 from supernode import LoopbackSuperNode
 
 from flower_ext.algorithms import DPFedAvg
-from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid, records
-from flower_ext.federation.failures import REASON_WITHHELD
-from flower_ext.federation.roster import FOR_MODS, REHEARSAL
+from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid
+from flower_ext.federation.messages import records
+from flower_ext.federation.messages.failures import REASON_WITHHELD
+from flower_ext.federation.messages.roster import FOR_MODS, REHEARSAL
 from flower_ext.federation.sums.masked import MASKED_SUM
 from flower_ext.privacy import (
     AdversaryView,

@@ -8,7 +8,7 @@ import pytest
 from flwr.app import ArrayRecord
 
 from flower_ext.algorithms.uldp import UldpAvg, UldpSgd
-from flower_ext.federation import records
+from flower_ext.federation.messages import records
 from flower_ext.federation.sums.weighted_silo import stored_silo
 from flower_ext.privacy import (
     PoissonSampling,

@@ -10,7 +10,8 @@ from flwr.app import ArrayRecord
 
 from flower_ext.algorithms.uldp import UldpAvg
 from flower_ext.errors import ProtocolError
-from flower_ext.federation import InProcessGrid, records
+from flower_ext.federation import InProcessGrid
+from flower_ext.federation.messages import records
 from flower_ext.federation.sums.weighted import WEIGHTED_SUM
 from flower_ext.federation.sums.weighted_silo import stored_silo
 from flower_ext.privacy import (

@@ -9,7 +9,7 @@ import torch
 
 from flower_ext.algorithms.uldp import UldpAvg, UldpNaive
 from flower_ext.federation import FederatedStrategy, InProcessGrid
-from flower_ext.federation.run_guarantees import summary_of
+from flower_ext.federation.server.run_guarantees import summary_of
 from flower_ext.federation.sums.weighted import weighted_sum
 from flower_ext.privacy import (
     AdaptiveClipping,

@@ -16,10 +16,11 @@ from flower_ext.algorithms.uldp import (
 )
 from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd
 from flower_ext.data import group_size
-from flower_ext.federation import FederatedStrategy, InProcessGrid, Sgd, records
+from flower_ext.federation import FederatedStrategy, InProcessGrid, Sgd
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.requests import ClientRequest
-from flower_ext.federation.run_guarantees import spent_by
+from flower_ext.federation.messages import records
+from flower_ext.federation.server.run_guarantees import spent_by
 from flower_ext.privacy import (
     FullParticipation,
     NonPrivatePlan,

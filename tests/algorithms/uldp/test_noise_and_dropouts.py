@@ -10,7 +10,7 @@ from flower_ext.algorithms.uldp import (
 )
 from flower_ext.algorithms.uldp.averaging import UldpAvg
 from flower_ext.federation import InProcessGrid
-from flower_ext.federation.run_guarantees import spent_by
+from flower_ext.federation.server.run_guarantees import spent_by
 from flower_ext.privacy import (
     AdversaryView,
     Ledger,

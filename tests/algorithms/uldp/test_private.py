@@ -14,11 +14,8 @@ from flower_ext.algorithms.uldp import (
     UldpSgd,
 )
 from flower_ext.data import SiloData
-from flower_ext.federation import (
-    FederationNotReady,
-    InProcessGrid,
-    records,
-)
+from flower_ext.federation import FederationNotReady, InProcessGrid
+from flower_ext.federation.messages import records
 from flower_ext.federation.population import Cohort, UsersInSilos
 from flower_ext.federation.sums.weighted import WEIGHTED_SUM
 from flower_ext.privacy import (

@@ -7,7 +7,8 @@ import pytest
 from gmpy2 import mpz
 
 from flower_ext.algorithms.uldp import UldpAvg
-from flower_ext.federation import FederationNotReady, InProcessGrid, records
+from flower_ext.federation import FederationNotReady, InProcessGrid
+from flower_ext.federation.messages import records
 from flower_ext.privacy import Ledger, PoissonSampling
 from flower_ext.secure.weighting.paillier_server import PaillierServer
 from tests.support.grids import grid as grid_of

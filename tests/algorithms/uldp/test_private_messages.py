@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 from gmpy2 import mpz
 
-from flower_ext.federation import (
-    records,
-)
+from flower_ext.federation.messages import records
 from flower_ext.federation.sums.weighted import WEIGHTED_SUM
 from flower_ext.privacy import (
     PoissonSampling,

@@ -10,7 +10,8 @@ from flwr.app import ArrayRecord
 from flower_ext.algorithms.uldp import UldpAvg, averaging
 from flower_ext.algorithms.uldp.weights import user_weights
 from flower_ext.data import SiloData
-from flower_ext.federation import InProcessGrid, records
+from flower_ext.federation import InProcessGrid
+from flower_ext.federation.messages import records
 from flower_ext.training import Task
 from tests.support.grids import grid as grid_of
 from tests.support.private_faults import in_turn

@@ -14,7 +14,8 @@ from flower_ext.algorithms.uldp import (
 )
 from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd, theory_learning_rate
 from flower_ext.data import ClientData, Examples, SiloData
-from flower_ext.federation import FederationNotReady, InProcessGrid, records
+from flower_ext.federation import FederationNotReady, InProcessGrid
+from flower_ext.federation.messages import records
 from flower_ext.privacy import (
     FixedSizeSampling,
     PoissonSampling,

@@ -19,7 +19,8 @@ from flower_ext.algorithms.uldp import (
     weighted_sum,
 )
 from flower_ext.data import Examples, SiloData
-from flower_ext.federation import FederatedStrategy, InProcessGrid, records
+from flower_ext.federation import FederatedStrategy, InProcessGrid
+from flower_ext.federation.messages import records
 from flower_ext.privacy import (
     AdversaryView,
     FullParticipation,

@@ -16,7 +16,8 @@ from flower_ext.algorithms.uldp import (
 from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd
 from flower_ext.algorithms.uldp.weights import check_weights, user_weights
 from flower_ext.data import Examples, SiloData
-from flower_ext.federation import InProcessGrid, records
+from flower_ext.federation import InProcessGrid
+from flower_ext.federation.messages import records
 from flower_ext.privacy import (
     FullParticipation,
     PoissonSampling,

@@ -7,7 +7,8 @@ from flwr.app import ArrayRecord
 from flower_ext.algorithms.uldp import UldpAvg, UldpSgd
 from flower_ext.algorithms.uldp.weights import SAMPLED, USER_WEIGHTS
 from flower_ext.data import SiloData
-from flower_ext.federation import FederatedStrategy, FederationNotReady, records
+from flower_ext.federation import FederatedStrategy, FederationNotReady
+from flower_ext.federation.messages import records
 from flower_ext.privacy import (
     AdversaryView,
     FullParticipation,

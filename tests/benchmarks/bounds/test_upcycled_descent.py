@@ -21,7 +21,8 @@ from flower_ext.algorithms.upcycled import (
     proximal_ratio,
 )
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import FederatedStrategy, InProcessGrid, records
+from flower_ext.federation import FederatedStrategy, InProcessGrid
+from flower_ext.federation.messages import records
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining, Task
 from tests.support.upcycled_descent import USUAL, Quadratics, constants, random_quadratics

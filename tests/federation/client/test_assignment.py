@@ -9,7 +9,7 @@ from torch import nn
 
 from flower_ext.errors import InvalidValue, is_tellable
 from flower_ext.federation.client.assignment import checked_data
-from flower_ext.federation.protection import Unprotected
+from flower_ext.federation.messages.protection import Unprotected
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from tests.support.worlds import CLASSES, FEATURES, task
 

@@ -11,7 +11,7 @@ from flower_ext.federation.client.assignment import NO_DATA, Assignment
 from flower_ext.federation.client.evaluating import masked_vector, query_of
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.requests import ClientRequest
-from flower_ext.federation.protection import Unprotected
+from flower_ext.federation.messages.protection import Unprotected
 from flower_ext.federation.sums.masked import MaskedMember
 from flower_ext.federation.sums.summation import ClientSum
 from flower_ext.privacy import SecureScores

@@ -10,9 +10,10 @@ import torch
 
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg, FedDyn
 from flower_ext.algorithms.uldp import UldpAvg, UldpNaive
-from flower_ext.federation import FederatedStrategy, LocalResult, records
+from flower_ext.federation import FederatedStrategy, LocalResult
 from flower_ext.federation.client.assignment import NO_DATA
-from flower_ext.federation.state.memory import ClientMemory
+from flower_ext.federation.messages import records
+from flower_ext.federation.storage.memory import ClientMemory
 from flower_ext.privacy import (
     ClippedSteps,
     FullParticipation,

@@ -10,11 +10,8 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
 from flower_ext.data.users import MOST_USERS, owned
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import (
-    FederatedStrategy,
-    InProcessGrid,
-    records,
-)
+from flower_ext.federation import FederatedStrategy, InProcessGrid
+from flower_ext.federation.messages import records
 from flower_ext.federation.sums.weighted import LOST, OpenWeightedSum
 from flower_ext.privacy import (
     FullParticipation,

@@ -10,12 +10,12 @@ import torch
 
 from flower_ext.data import ClientData
 from flower_ext.errors import tellable
-from flower_ext.federation import failures
 from flower_ext.federation.client.assignment import NO_DATA
 from flower_ext.federation.client.client_method import LocalResult
 from flower_ext.federation.client.upload import check_finite, result_hiding_failures
-from flower_ext.federation.failures import log_hidden
-from flower_ext.federation.protection import Unprotected
+from flower_ext.federation.messages import failures
+from flower_ext.federation.messages.failures import log_hidden
+from flower_ext.federation.messages.protection import Unprotected
 from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.privacy.mechanisms.protections import (
     ClipAndNoise,

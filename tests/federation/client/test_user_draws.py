@@ -9,7 +9,7 @@ from flwr.app import Context, RecordDict
 from flower_ext.errors import InvalidValue, ProtocolError, is_tellable
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.client.user_draws import draw_fingerprint, draw_users, draws_vault
-from flower_ext.federation.state.memory import ClientVault, forget_client
+from flower_ext.federation.storage.memory import ClientVault, forget_client
 from flower_ext.privacy import PoissonSampling
 from tests.support.silos import task
 

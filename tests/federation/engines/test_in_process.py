@@ -16,17 +16,12 @@ from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
 from flower_ext import plugins
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, FedDyn, PFedMe, Scaffold
-from flower_ext.federation import (
-    FederatedStrategy,
-    InProcessGrid,
-    Stragglers,
-    records,
-    run_in_process,
-)
+from flower_ext.federation import FederatedStrategy, InProcessGrid, Stragglers, run_in_process
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.engines.in_process import modules_uncollected
-from flower_ext.federation.failures import REASON_WITHHELD
-from flower_ext.federation.roster import FederationNotReady
+from flower_ext.federation.messages import records
+from flower_ext.federation.messages.failures import REASON_WITHHELD
+from flower_ext.federation.messages.roster import FederationNotReady
 from flower_ext.privacy import FixedSizeSampling, FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining
 from flower_ext.training.batched import stack

@@ -5,9 +5,10 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, FedAMP, Scaffold
-from flower_ext.federation import FederatedStrategy, InProcessGrid, VirtualGrid, client_app, records
+from flower_ext.federation import FederatedStrategy, InProcessGrid, VirtualGrid, client_app
 from flower_ext.federation.client.app import CohortApp
-from flower_ext.federation.failures import REASON_WITHHELD
+from flower_ext.federation.messages import records
+from flower_ext.federation.messages.failures import REASON_WITHHELD
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, ReleasePlan
 from flower_ext.training import LocalTraining
 from tests.support.strategies import strategy_of

@@ -13,10 +13,11 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Scaffold
-from flower_ext.federation import FederatedStrategy, InProcessGrid, records, run_in_process
+from flower_ext.federation import FederatedStrategy, InProcessGrid, run_in_process
 from flower_ext.federation.engines import workers
 from flower_ext.federation.engines.workers import WorkerLost
-from flower_ext.federation.failures import REASON_WITHHELD
+from flower_ext.federation.messages import records
+from flower_ext.federation.messages.failures import REASON_WITHHELD
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, SecureNoise
 from flower_ext.training import LocalTraining
 from tests.support.strategies import strategy_of

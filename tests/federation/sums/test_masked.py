@@ -11,8 +11,8 @@ from flwr.app import Context, RecordDict
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
 from flower_ext.errors import ProtocolError
-from flower_ext.federation import records
-from flower_ext.federation.state.memory import ClientVault
+from flower_ext.federation.messages import records
+from flower_ext.federation.storage.memory import ClientVault
 from flower_ext.federation.sums.masked import BEGIN, KEYS, MASKED_SUM, UNMASK, MaskedMember
 from flower_ext.privacy import (
     Ledger,

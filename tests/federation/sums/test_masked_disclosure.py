@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from flower_ext.federation import records
+from flower_ext.federation.messages import records
 from flower_ext.privacy import (
     AdversaryView,
     FixedSizeSampling,

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import FederationNotReady, InProcessGrid, records
+from flower_ext.federation import FederationNotReady, InProcessGrid
+from flower_ext.federation.messages import records
 from flower_ext.federation.sums.masked import check_limits, identities_of
 from flower_ext.privacy import AdversaryView, SecureScores, SecureSum
 from flower_ext.secure.aggregation.context import RoundContext

@@ -7,16 +7,11 @@ from flwr.app import Context, RecordDict
 
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.errors import InvalidValue, ProtocolError
-from flower_ext.federation import (
-    ClientSum,
-    FederatedStrategy,
-    FederationNotReady,
-    InProcessGrid,
-    records,
-)
+from flower_ext.federation import ClientSum, FederatedStrategy, FederationNotReady, InProcessGrid
 from flower_ext.federation.client.requests import sum_of
-from flower_ext.federation.records import single_message, to_bytes_array
-from flower_ext.federation.replies import read_answer
+from flower_ext.federation.messages import records
+from flower_ext.federation.messages.records import single_message, to_bytes_array
+from flower_ext.federation.messages.replies import read_answer
 from flower_ext.federation.sums.masked import MASKED_SUM, MaskedMember
 from flower_ext.federation.sums.summation import PlainSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise, Protection

@@ -9,9 +9,10 @@ from flwr.app import RecordDict
 
 from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpNaive
 from flower_ext.errors import InvalidValue, ProtocolError
-from flower_ext.federation import client_app, records
+from flower_ext.federation import client_app
 from flower_ext.federation._flower_private import message_like
-from flower_ext.federation.state.memory import ClientVault
+from flower_ext.federation.messages import records
+from flower_ext.federation.storage.memory import ClientVault
 from flower_ext.federation.sums import weighted_silo
 from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTED_SUM, WEIGHTS
 from flower_ext.federation.sums.weighted_silo import HiddenSum, counts_of

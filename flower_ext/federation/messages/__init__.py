@@ -1,0 +1,1 @@
+"""Messages between server and clients: their content, its checks, and their exchange."""
