@@ -25,10 +25,9 @@ def test_a_change_is_tested_by_what_has_its_name_or_imports_it(changed, tests):
     assert Path(tests) in chosen_tests(Path(changed))
 
 
-def test_a_module_that_no_test_names_is_tested_by_its_room():
-    assert chosen_tests(Path("flower_ext/federation/server/connection.py")) == {
-        Path("tests/federation")
-    }
+def test_a_module_that_no_test_names_is_tested_by_its_folder():
+    tests = chosen_tests(Path("flower_ext/federation/server/connection.py"))
+    assert tests == {Path("tests/federation/server")}
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from flower_ext.federation.server_optimizers import (
 )
 from flower_ext.federation.storage.memory import ClientMemory
 from flower_ext.federation.strategy import FederatedStrategy
-from flower_ext.federation.sums.summation import ClientSum, Opening, OpenSum, Summation
+from flower_ext.federation.sums.summation import ClientSum, Opening, OpenSum, Summation, SumMessage
 from flower_ext.federation.sums.weighted_silo import HiddenSum
 from flower_ext.training.side_by_side import Steps, Training
 
@@ -75,6 +75,7 @@ __all__ = [
     "State",
     "Steps",
     "Stragglers",
+    "SumMessage",
     "Summation",
     "TailAverage",
     "Training",

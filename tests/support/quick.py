@@ -4,10 +4,10 @@
 ``main`` itself, it checks everything that is not committed. ``make quick BASE=HEAD~1`` names
 another commit to compare with.
 
-For a change of ``flower_ext/room/module.py`` it runs ``tests/room/**/test_module*.py``, or those
-with the name of the module's folder if there are none, and the tests that import the module, also
-those of plug-ins. If there are none of these, it runs all tests of the room. A plug-in has its
-tests in its own folder. For a changed ``__init__.py`` of the package, it also checks the names in
+For a change of ``flower_ext/room/module.py`` it runs ``tests/room/**/test_module*.py`` and all tests
+that import the module, also those of plug-ins. If there are none of these, it runs the tests in the
+folder of ``tests`` that has the name of the module's folder. A plug-in has its tests in its own
+folder. For a changed ``__init__.py`` of the package, it also checks the names in
 the reference. Other tests may depend on the module, too: ``make check`` runs all tests.
 """
 
@@ -59,10 +59,10 @@ def chosen_tests(file: Path) -> set[Path]:
         return _importing(_module(file))
     always = {EXPORTED} if file.stem == "__init__" else set()
     room = ROOT / "tests" / file.parts[1]
-    for name in (file.stem, file.parent.name):
-        if named := {test.relative_to(ROOT) for test in room.rglob(f"test_{name}*.py")}:
-            return named | _importing(_module(file)) | always
-    return (_importing(_module(file)) or {room.relative_to(ROOT)}) | always
+    named = {test.relative_to(ROOT) for test in room.rglob(f"test_{file.stem}*.py")}
+    folder = ROOT / "tests" / file.parent.relative_to("flower_ext")
+    mirrored = folder if folder.exists() else room
+    return (named | _importing(_module(file)) or {mirrored.relative_to(ROOT)}) | always
 
 
 def chosen_audits(files: Iterable[Path]) -> str:

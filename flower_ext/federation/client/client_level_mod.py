@@ -118,7 +118,8 @@ def _reply(
             # The message belongs to the protocol of a masked sum, and asks for no training.
             check_addressee(message, context)
             answer = client_sum.answer(lambda: NO_DATA, may_simulate=False)
-            return Message(RecordDict({records.ANSWER: answer}), reply_to=message)
+            record = records.bytes_record(sum_message.step, answer)
+            return Message(RecordDict({records.ANSWER: record}), reply_to=message)
         request, noise = _requested(message, context, sum_type, allow_seeded_noise)
         client_sum.check(request.protection)
         received = records.to_arrays(message.content.array_records[records.MODEL])

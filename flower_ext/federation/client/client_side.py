@@ -120,7 +120,8 @@ class ClientSide:
         sum_type, sum_message = sum_of(message.content, self.sums)
         if sum_type.name:
             client_sum = sum_type(sum_message, context, self.method.name)
-            answer = self._answer_of_sum(client_sum, message, context)
+            content = self._answer_of_sum(client_sum, message, context)
+            answer = records.bytes_record(sum_message.step, content)
         elif records.QUESTION in message.content:
             answer = self._answer_of_method(message, context)
         elif records.FROZEN in message.content:
@@ -149,9 +150,7 @@ class ClientSide:
         )
         return records.to_record(self.method.answer(question))
 
-    def _answer_of_sum(
-        self, client_sum: ClientSum, message: Message, context: Context
-    ) -> ArrayRecord:
+    def _answer_of_sum(self, client_sum: ClientSum, message: Message, context: Context) -> bytes:
         """Answer a message for a sum, such as one step of its set-up."""
         if client_sum.brings_weights and not self.method.takes_weighted_sums:
             raise InvalidValue.tellable(

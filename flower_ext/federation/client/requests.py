@@ -13,7 +13,7 @@ from flower_ext.federation.messages import records
 from flower_ext.federation.messages.failures import attempt_each
 from flower_ext.federation.messages.protection import Unprotected, check_entries
 from flower_ext.federation.messages.roster import check_addressee
-from flower_ext.federation.sums.summation import ClientSum
+from flower_ext.federation.sums.summation import ClientSum, SumMessage
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.updates import check_like, require_finite
 from flower_ext.training import LocalTraining, Params, Task
@@ -43,8 +43,8 @@ class ClientRequest:
     """Entries of the round's record, including the entries of the protection."""
     sum_type: type[ClientSum] = ClientSum
     """The client's end of the round's sum."""
-    sum_message: records.Arrays = field(default_factory=dict)
-    """The server's message for the sum, which holds a protocol's bytes."""
+    sum_message: SumMessage = field(default_factory=SumMessage)
+    """The server's message for the sum."""
     query: Mapping[str, Any] = field(default_factory=dict)
     """Name and fields of a query that is answered by a noised sum; empty without one."""
 
@@ -80,10 +80,10 @@ class ClientRequest:
 
 def sum_of(
     content: RecordDict, sums: Mapping[str, type[ClientSum]]
-) -> tuple[type[ClientSum], records.Arrays]:
+) -> tuple[type[ClientSum], SumMessage]:
     """Return the client's end of the sum for which the server sends a message, and the message.
 
-    Without a message for a sum, return `ClientSum` and no arrays.
+    Without a message for a sum, return `ClientSum` and an empty message.
 
     Raises
     ------
@@ -93,14 +93,15 @@ def sum_of(
     arrays = records.of_kind(content, ArrayRecord)
     names = [name for name in arrays if name.startswith(records.SUM)]
     if not names:
-        return ClientSum, {}
+        return ClientSum, SumMessage()
     with knowing_no_data():
         if len(names) > 1 or names[0] not in sums:
             raise InvalidValue(
                 f"the server's message is for {names}: expected one of the sums {sorted(sums)}; "
                 "give the client's end of any other sum to client_app(sums=…)"
             )
-        return sums[names[0]], records.to_arrays(arrays[names[0]])
+        message = records.single_message(records.to_arrays(arrays[names[0]]))
+        return sums[names[0]], SumMessage(*message)
 
 
 def read_each(

@@ -228,17 +228,17 @@ def single_message(arrays: Arrays, *names: str) -> tuple[str, bytes]:
     """Return the name and the bytes of the only array in a record that `bytes_record` made.
 
     Raise an error if the record does not hold exactly one array, if the array does not hold bytes,
-    or if its name is not in ``names``.
+    or if its name is not in ``names``. Without ``names``, every name is accepted.
     """
     with knowing_no_data():
         if len(arrays) == 1:
             ((name, array),) = arrays.items()
-            if name in names and array.dtype == np.uint8 and array.ndim == 1:
+            if name in (names or arrays) and array.dtype == np.uint8 and array.ndim == 1:
                 return name, array.tobytes()
         types = {name: f"{array.dtype}{array.shape}" for name, array in arrays.items()}
         raise InvalidValue(
-            f"the message has arrays {types}: expected one array of bytes (uint8) with a name in "
-            f"{names}"
+            f"the message has arrays {types}: expected one array of bytes (uint8)"
+            + (f" with a name in {names}" if names else "")
         )
 
 

@@ -84,8 +84,8 @@ MASKED_SUM = records.SUM + "masked"
 """Name of the record of the server's messages."""
 BEGIN, KEYS, DELIVERY, UNMASK = "begin", "keys", "delivery", "question"
 SENT = "message"
-"""Names of arrays. A message of a stage holds one array with the stage's name; an answer, and a
-masked contribution, hold one array with the name `SENT`."""
+"""Names of arrays. A message of a stage, and its answer, hold one array with the stage's name; a
+masked contribution holds one array with the name `SENT`."""
 
 
 class MaskedSum(Summation):
@@ -161,7 +161,7 @@ class OpenMaskedSum(OpenSum):
         `add` has nothing left to do, because a sum of integers does not depend on the order.
         """
         metrics = read_metrics(reply)
-        self._add(reply, read_answer(reply, records.UPDATE))
+        self._add(reply, single_message(read_answer(reply, records.UPDATE), SENT)[1])
         return records.Update({}, metrics)
 
     def close(self) -> Aggregate:
@@ -196,14 +196,15 @@ class OpenMaskedSum(OpenSum):
             for member, message in content.items()
         }
         answers = self._clients.ask(
-            contents, self._opening.server_round, lambda reply: self._add(reply, read_answer(reply))
+            contents,
+            self._opening.server_round,
+            lambda reply: self._add(reply, single_message(read_answer(reply), stage)[1]),
         )
         for _ in answers:
             pass  # `ask` has refused each answer for which `_add` raised an error
 
-    def _add(self, reply: Message, arrays: Arrays) -> None:
+    def _add(self, reply: Message, data: bytes) -> None:
         """Hand a reply's message to the protocol; refuse one in the name of another member."""
-        _, data = single_message(arrays, SENT)
         if (kind := self._server.awaited) is None:
             raise RefusedReply("a message after the last stage: expected none")
         message = kind.from_bytes(data, self._context)
@@ -241,13 +242,13 @@ class MaskedMember(ClientSum):
                 "expected the protection ClipToCells, as the server's FederatedStrategy sends it"
             )
 
-    def answer(self, data: Callable[[], ClientData], *, may_simulate: bool) -> ArrayRecord:
+    def answer(self, data: Callable[[], ClientData], *, may_simulate: bool) -> bytes:
         """Answer a message of the stage ``begin``, ``keys`` or ``question``."""
         # Read files outside the block below: the server must not see an error in reading them.
         node_config = self.context.node_config
         identities = identities_of(node_config)
         with knowing_no_data():
-            stage, content = single_message(self.message, BEGIN, KEYS, UNMASK)
+            stage, content = self.message.of(BEGIN, KEYS, UNMASK)
             vault = self._vault
             member = _invited(vault, content) if stage == BEGIN else _stored(vault)
             reply: ProtocolMessage
@@ -260,7 +261,7 @@ class MaskedMember(ClientSum):
             else:
                 reply = member.unmask(UnmaskRequest.from_bytes(content, member.context))
             vault.store(member.to_bytes())
-        return bytes_record(SENT, reply.to_bytes())
+        return reply.to_bytes()
 
     def seal(self, update: NamedArrays, protection: Protection) -> Arrays:
         """Return a protected update, masked.
@@ -274,7 +275,7 @@ class MaskedMember(ClientSum):
             vault = self._vault
             member = _stored(vault)
             vector = flattened(arrays)
-            _, content = single_message(self.message, DELIVERY)
+            _, content = self.message.of(DELIVERY)
             delivery = Delivery.from_bytes(content, member.context)
             upload = member.mask(delivery, vector.astype(member.context.dtype))
             vault.store(member.to_bytes())

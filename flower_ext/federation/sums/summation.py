@@ -226,13 +226,30 @@ class Summation(ABC):
         """Restore a checkpoint's `state`; call it after `connect` if the run continues."""
 
 
+class SumMessage(NamedTuple):
+    """The server's message to a client for a sum; empty for a sum that needs no message."""
+
+    step: str = ""
+    """Name of the protocol's step."""
+    content: bytes = b""
+
+    def of(self, *steps: str) -> tuple[str, bytes]:
+        """Return the step and the content; refuse a step that is not in ``steps``."""
+        if self.step not in steps:
+            raise InvalidValue.tellable(
+                f"the server's message for a sum has the step {self.step!r}: expected one of "
+                f"{steps}"
+            )
+        return self
+
+
 class ClientSum:
     """A client's end of a sum, for one message of the server; by default, of a `PlainSum`.
 
     Parameters
     ----------
-    message : Mapping[str, ndarray]
-        The arrays of the sum's record in the server's message. It is empty if there is no record.
+    message : SumMessage
+        The server's message.
     context : Context
         The client's context, in which a sum keeps keys between messages.
     method : str
@@ -247,7 +264,7 @@ class ClientSum:
     brings_weights: ClassVar[bool] = False
     """True if the sum weights the contributions of users (see `Summation`)."""
 
-    def __init__(self, message: Arrays, context: Context, method: str) -> None:
+    def __init__(self, message: SumMessage, context: Context, method: str) -> None:
         self.message, self.context, self.method = message, context, method
 
     def check(self, protection: Protection) -> None:
@@ -265,7 +282,7 @@ class ClientSum:
                 f"expected a record whose name begins with {records.SUM!r}, too"
             )
 
-    def answer(self, data: Callable[[], ClientData], *, may_simulate: bool) -> ArrayRecord:
+    def answer(self, data: Callable[[], ClientData], *, may_simulate: bool) -> bytes:
         """Answer a message for the sum that asks for no contribution, such as a step of a set-up.
 
         ``data`` loads the client's data. If ``may_simulate`` is True, this client accepts settings

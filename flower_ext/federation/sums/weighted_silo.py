@@ -14,22 +14,14 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord
 
 from flower_ext.data import ClientData
 from flower_ext.data.users import owned
 from flower_ext.errors import InvalidValue, ProtocolError, knowing_no_data, tellable
-from flower_ext.federation.messages.records import (
-    Arrays,
-    arrays_of,
-    bytes_record,
-    flattened,
-    single_message,
-    to_bytes_array,
-)
+from flower_ext.federation.messages.records import arrays_of, flattened, to_bytes_array
 from flower_ext.federation.messages.roster import partition_of
 from flower_ext.federation.storage.memory import ClientVault
-from flower_ext.federation.sums.summation import ClientSum
+from flower_ext.federation.sums.summation import ClientSum, SumMessage
 from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTED_SUM, WEIGHTS
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.bounds import clip_each_row
@@ -51,7 +43,7 @@ class WeightedSilo(ClientSum):
     name = WEIGHTED_SUM
     brings_weights = True
 
-    def answer(self, data: Callable[[], ClientData], *, may_simulate: bool) -> ArrayRecord:
+    def answer(self, data: Callable[[], ClientData], *, may_simulate: bool) -> bytes:
         """Answer one step of the set-up of a weighted sum, or of a secret draw.
 
         Raises
@@ -63,7 +55,7 @@ class WeightedSilo(ClientSum):
         """
         partition, vault = partition_of(self.context.node_config), self._vault
         with _protocol_errors():
-            step, content = single_message(self.message, BEGIN, KEYS, COUNT, DRAW)
+            step, content = self.message.of(BEGIN, KEYS, COUNT, DRAW)
             if step == BEGIN:
                 silo: SiloParty | None = _begin(content, partition, vault, may_simulate)
             else:
@@ -76,7 +68,7 @@ class WeightedSilo(ClientSum):
             settings, counts = silo.settings, list[int]()
             if step == COUNT:
                 counts = counts_of(data(), settings.users, settings.record_limit(silo.index))
-            return bytes_record(step, silo.answer(step, content, counts))
+            return silo.answer(step, content, counts)
 
     def hidden_sum(self, training_round: int, like: Params, users: int, bound: float) -> HiddenSum:
         """Begin this silo's sum over its users in a training round."""
@@ -157,8 +149,8 @@ class HiddenSum:
     ----------
     silo : SiloParty, optional
         This silo's party of the protocol; None if it has lost its keys.
-    message : Mapping[str, ndarray]
-        The arrays of the server's request that concern the sum.
+    message : SumMessage
+        The server's message with the encrypted weights.
     training_round : int
         Number of the round.
     users : int
@@ -179,7 +171,7 @@ class HiddenSum:
     def __init__(
         self,
         silo: SiloParty | None,
-        message: Arrays,
+        message: SumMessage,
         *,
         training_round: int,
         users: int,
@@ -194,7 +186,7 @@ class HiddenSum:
             return
         self._counted = frozenset(silo.counted)
         with _protocol_errors():
-            _, self._weights = single_message(message, WEIGHTS)
+            _, self._weights = message.of(WEIGHTS)
             if users != silo.settings.users:
                 raise ProtocolError(
                     f"the server asks for a round with {users} users: expected "

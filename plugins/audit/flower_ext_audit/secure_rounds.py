@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, Message
 
 from flower_ext.errors import FlowerExtError
 from flower_ext.federation.messages import records
-from flower_ext.federation.sums.masked import BEGIN, MASKED_SUM, SENT
+from flower_ext.federation.sums.masked import BEGIN, MASKED_SUM
 from flower_ext.secure.aggregation.aggregation_messages import (
     OF_SEED,
     Advert,
@@ -120,9 +120,10 @@ class SecureTranscript:
         for reply in self._replies:
             for name in (records.ANSWER, records.UPDATE):
                 record = reply.content.get(name)
-                if isinstance(record, ArrayRecord) and SENT in record:
+                if isinstance(record, ArrayRecord):
                     with suppress(FlowerExtError):  # a message of another stage
-                        messages.append(kind.from_bytes(record[SENT].numpy().tobytes(), context))
+                        _, content = records.single_message(records.to_arrays(record))
+                        messages.append(kind.from_bytes(content, context))
         return messages
 
 

@@ -16,6 +16,7 @@ from flower_ext.algorithms.uldp import (
 )
 from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd
 from flower_ext.data import Examples, SiloData
+from flower_ext.federation.sums.summation import SumMessage
 from flower_ext.federation.sums.weighted import WEIGHTS
 from flower_ext.federation.sums.weighted_silo import HiddenSum
 from flower_ext.privacy import (
@@ -211,7 +212,7 @@ def test_a_user_whose_training_raises_is_encrypted_as_zero():
         settings=SimpleNamespace(users=USERS),
         open_sum=lambda number, weights: SimpleNamespace(add=clipped.update),
     )
-    message = {WEIGHTS: np.empty(0, np.uint8)}
+    message = SumMessage(WEIGHTS)
     total = HiddenSum(silo, message, training_round=1, users=USERS, bound=0.1, like={})
     hidden = replace(job, total=total)
     silo_training.add_users(task, [hidden], trained=lambda name: True, memory_limit=2**30)

@@ -22,6 +22,7 @@ from flower_ext.federation.messages.protection import (
     from_entries,
     to_entries,
 )
+from flower_ext.federation.sums.summation import SumMessage
 from flower_ext.federation.sums.weighted import WEIGHTS
 from flower_ext.privacy import (
     ClippedSteps,
@@ -72,7 +73,7 @@ def hidden_sum(bound, like=None, finish=None):
         settings=SimpleNamespace(users=9),
         open_sum=lambda number, weights: SimpleNamespace(finish=finish),
     )
-    message = {WEIGHTS: np.empty(0, np.uint8)}
+    message = SumMessage(WEIGHTS)
     return HiddenSum(silo, message, training_round=1, users=9, bound=bound, like=like or {})
 
 

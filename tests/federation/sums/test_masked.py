@@ -13,7 +13,8 @@ from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
 from flower_ext.errors import ProtocolError
 from flower_ext.federation.messages import records
 from flower_ext.federation.storage.memory import ClientVault
-from flower_ext.federation.sums.masked import BEGIN, KEYS, MASKED_SUM, UNMASK, MaskedMember
+from flower_ext.federation.sums.masked import BEGIN, KEYS, MASKED_SUM, SENT, UNMASK, MaskedMember
+from flower_ext.federation.sums.summation import SumMessage
 from flower_ext.privacy import (
     Ledger,
 )
@@ -115,9 +116,7 @@ def test_a_client_that_restarts_after_each_message_answers_nothing_twice(
     for stage, first, again in grid.twice:
         assert not first.has_error()
         if stage == UNMASK:  # another answer to the same question could reveal both secrets
-            one, two = (
-                reply.content[records.ANSWER]["message"].numpy() for reply in (first, again)
-            )
+            one, two = (reply.content[records.ANSWER][UNMASK].numpy() for reply in (first, again))
             np.testing.assert_array_equal(one, two)
         else:
             assert again.has_error()
@@ -164,7 +163,7 @@ def test_of_two_processes_with_one_training_message_only_one_masks(tmp_path):
     deliveries = one.share(one.advertise())
     facts = {"partition-id": 0, "state-folder": str(tmp_path)}
     context = Context(run_id=7, node_id=3, node_config=facts, state=RecordDict(), run_config={})
-    question = {"delivery": np.frombuffer(deliveries[0].to_bytes(), np.uint8)}
+    question = SumMessage("delivery", deliveries[0].to_bytes())
     processes = multiprocessing.get_context("fork")
     for _ in range(10):
         vault = ClientVault(context, "one-sum")
@@ -198,10 +197,10 @@ class Crafting(Recorder):
             node = reply.metadata.src_node_id
             if node == 1_003 and stages[node] in self.stage and reply.has_content():
                 name = records.UPDATE if stages[node] == "train" else records.ANSWER
-                data = reply.content[name]["message"].numpy().tobytes()
+                ((array_name, array),) = reply.content[name].items()
                 (craft,) = self.craft
-                array = records.to_bytes_array(craft(data))
-                reply.content[name] = records.to_record({"message": array})
+                crafted = craft(array.numpy().tobytes())
+                reply.content[name] = records.bytes_record(array_name, crafted)
         return replies
 
 
@@ -337,9 +336,9 @@ class Replacing(Crafting):
             node = reply.metadata.src_node_id
             if node == 1_003 and stages[node] in self.stage:
                 name = records.UPDATE if stages[node] == "train" else records.ANSWER
-                sent = reply.content[name]["message"].numpy()
+                ((array_name, array),) = reply.content[name].items()
                 (replaced,) = self.arrays
-                reply.content[name] = records.to_record(replaced(sent))
+                reply.content[name] = records.to_record(replaced(array_name, array.numpy()))
         return replies
 
 
@@ -347,10 +346,10 @@ class Replacing(Crafting):
 @pytest.mark.parametrize(
     "replaced",
     [
-        lambda sent: {"other": sent},
-        lambda sent: {"message": sent, "more": sent},
-        lambda sent: {"message": sent.view(np.int8)},
-        lambda sent: {"other": sent.view(np.int8)},
+        lambda name, sent: {"other": sent},
+        lambda name, sent: {name: sent, "more": sent},
+        lambda name, sent: {name: sent.view(np.int8)},
+        lambda name, sent: {"other": sent.view(np.int8)},
     ],
     ids=["another name", "one more", "another type", "both"],
 )
@@ -360,7 +359,8 @@ def test_an_answer_of_other_arrays_is_refused_and_the_others_go_on(stage, replac
     gone = {3} if stage == "train" else set()
     assert_same(model, expected_model(set(range(CLIENTS)) - gone))
     (refusal,) = strategy.refusals
-    assert "expected one array of bytes (uint8) with a name in ('message',)" in refusal
+    name = SENT if stage == "train" else stage
+    assert f"expected one array of bytes (uint8) with a name in ('{name}',)" in refusal
 
 
 @pytest.mark.parametrize("method", [DPFedAvg, DP2FedSAM])

@@ -10,10 +10,10 @@ from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.federation import ClientSum, FederatedStrategy, FederationNotReady, InProcessGrid
 from flower_ext.federation.client.requests import sum_of
 from flower_ext.federation.messages import records
-from flower_ext.federation.messages.records import single_message, to_bytes_array
+from flower_ext.federation.messages.records import to_bytes_array
 from flower_ext.federation.messages.replies import read_answer
 from flower_ext.federation.sums.masked import MASKED_SUM, MaskedMember
-from flower_ext.federation.sums.summation import PlainSum
+from flower_ext.federation.sums.summation import PlainSum, SumMessage
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise, Protection
 from tests.support.protected_updates import CLIENTS, initial, private_plan, task
 
@@ -23,7 +23,7 @@ CONTEXT = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_c
 
 def test_in_a_plain_sum_an_update_leaves_as_it_is():
     update = {"w": torch.tensor([1.5, -2.0]), "b": np.float32(0.5)}
-    sealed = ClientSum({}, CONTEXT, "m").seal(update, Protection())
+    sealed = ClientSum(SumMessage(), CONTEXT, "m").seal(update, Protection())
     assert {name: array.tolist() for name, array in sealed.items()} == {"w": [1.5, -2.0], "b": 0.5}
     assert all(type(array) is np.ndarray for array in sealed.values())
 
@@ -39,7 +39,7 @@ def test_in_a_plain_sum_an_update_leaves_as_it_is():
 def test_a_share_of_the_noise_leaves_masked_or_not_at_all(end, protection, error):
     update = {"w": np.ones(2, dtype=np.int64)}
     with pytest.raises((InvalidValue, ProtocolError), match=error):
-        end({}, CONTEXT, "m").seal(update, protection)
+        end(SumMessage(), CONTEXT, "m").seal(update, protection)
 
 
 def test_a_message_for_several_sums_or_an_unknown_one_is_refused():
@@ -47,7 +47,7 @@ def test_a_message_for_several_sums_or_an_unknown_one_is_refused():
     record = records.bytes_record("begin", b"1")
     other = records.SUM + "other"
     assert sum_of(RecordDict({MASKED_SUM: record}), known)[0] is MaskedMember
-    assert sum_of(RecordDict(), known) == (ClientSum, {})
+    assert sum_of(RecordDict(), known) == (ClientSum, SumMessage())
     for names in ([other], [MASKED_SUM, other]):
         with pytest.raises(InvalidValue, match=r"client_app\(sums=…\)"):
             sum_of(RecordDict(dict.fromkeys(names, record)), known)
@@ -65,7 +65,7 @@ class Replacing(ClientSum):
         (ClientSum, r"name='' of a ClientSum: expected 'sum\.', then a word"),
         (Replacing, "of Replacing: expected a name that MaskedMember does not have"),
         (PlainSum, "PlainSum'>: expected a subclass of ClientSum"),
-        (MaskedMember({}, CONTEXT, "m"), "expected a subclass of ClientSum"),
+        (MaskedMember(SumMessage(), CONTEXT, "m"), "expected a subclass of ClientSum"),
     ],
 )
 def test_each_sum_has_its_name_in_messages(end, error):
@@ -82,7 +82,7 @@ class FlippedClient(ClientSum):
     name = FLIPPED_SUM
 
     def seal(self, update, protection):
-        _, sign = single_message(self.message, "sign")
+        _, sign = self.message.of("sign")
         flipped = {n: -a if sign == b"-" else a for n, a in records.arrays_of(update).items()}
         return {**flipped, "sign": to_bytes_array(sign)}
 

@@ -14,6 +14,7 @@ from flower_ext.federation._flower_private import message_like
 from flower_ext.federation.messages import records
 from flower_ext.federation.storage.memory import ClientVault
 from flower_ext.federation.sums import weighted_silo
+from flower_ext.federation.sums.summation import SumMessage
 from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTED_SUM, WEIGHTS
 from flower_ext.federation.sums.weighted_silo import HiddenSum, counts_of
 from flower_ext.secure.weighting.paillier_settings import PaillierSum
@@ -72,7 +73,7 @@ def test_only_methods_that_open_their_part_take_part_in_the_set_up(method, first
             "one array of bytes (uint8)",
         ),
         ({"begin": np.zeros(3)}, "{'begin': 'float64(3,)'}: expected one array of bytes (uint8)"),
-        ({"end": np.zeros(3, np.uint8)}, "{'end': 'uint8(3,)'}: expected one array of bytes"),
+        ({"end": np.zeros(3, np.uint8)}, "the step 'end': expected one of ('begin', 'keys',"),
         ({"keys": np.zeros(3, np.uint8)}, "silo 1 has no keys of this run"),
     ],
 )
@@ -87,9 +88,8 @@ COUNTS = np.array([[1, 2, 0, 3], [2, 0, 1, 1], [0, 0, 0, 4]])
 
 
 def hidden_sum(silo, message=b"", users=USERS, bound=0.5, size=2):
-    arrays = {WEIGHTS: np.frombuffer(message, np.uint8)}
-    like = {"weight": torch.zeros(size)}
-    return HiddenSum(silo, arrays, training_round=1, users=users, bound=bound, like=like)
+    weights, like = SumMessage(WEIGHTS, message), {"weight": torch.zeros(size)}
+    return HiddenSum(silo, weights, training_round=1, users=users, bound=bound, like=like)
 
 
 def upload(total, noise):
