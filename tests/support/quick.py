@@ -4,7 +4,7 @@
 ``main`` itself, it checks everything that is not committed. ``make quick BASE=HEAD~1`` names
 another commit to compare with.
 
-For a change of ``flower_ext/room/module.py`` it runs ``tests/room/**/test_module*.py`` and all tests
+For a change of ``flower_ext/room/module.py`` it runs ``tests/room/**/test_module*.py``, and tests
 that import the module, also those of plug-ins. If there are none of these, it runs the tests in the
 folder of ``tests`` that has the name of the module's folder. A plug-in has its tests in its own
 folder. For a changed ``__init__.py`` of the package, it also checks the names in
