@@ -23,10 +23,11 @@ from flower_ext.federation.server.run import MODEL, Run
 from flower_ext.federation.server.run_guarantees import save_guarantees, spent_by
 from flower_ext.federation.server.run_terms import check_same, terms_of
 from flower_ext.federation.storage.checkpoint import FOLDER
-from flower_ext.federation.storage.folder import Damaged
+from flower_ext.federation.storage.folder import Damaged, Stored
 from flower_ext.privacy import BudgetExhausted
 from flower_ext.privacy.mechanisms.updates import require_finite
 from flower_ext.privacy.shared_ledger import check_charged
+from flower_ext.runs import RunWriter
 
 log = getLogger("flwr")
 
@@ -187,7 +188,7 @@ class RunLoop:
 
     def _resume(self, initial: ArrayRecord) -> tuple[ArrayRecord, int]:
         """Return the model from which to continue, and the number of rounds that are finished."""
-        run, directory, budget = self.run, self.run.directory, self.run.spending.budget
+        run, directory = self.run, self.run.directory
         if directory is None:
             return initial, 0
         kept = run.checkpoints.newest() if directory.resumed else None
@@ -197,22 +198,45 @@ class RunLoop:
         check_same(directory.path, directory.first_terms(terms), terms)
         if not directory.resumed:
             return initial, 0
-        done, arrays, is_unfinished = 0, initial, False
+        done = 0 if kept is None else int(kept.values["round"])
+        arrays = initial if kept is None else records.to_record(kept.arrays[MODEL])
+        is_unfinished = kept is not None and done < self.num_rounds
         if kept is not None:
-            done = int(kept.values["round"])
-            arrays = records.to_record(kept.arrays[MODEL])
-            is_unfinished = done < self.num_rounds  # a finished run needs no clients
-            run.restore(kept)
-            if budget is not None and budget.ledger is not None:  # before any client is asked
-                least = {"": min(1, run.participations.rounds)}
-                check_charged(budget.ledger, run.checkpoints.run_id, least)
-            # Connect before restoring the sums: each sum keeps the larger privacy cost, of the new
-            # set-up or of the checkpoint.
-            if is_unfinished:
-                connect(run, self.grid, arrays)
-            run.summation.restore(kept.arrays)
-            run.population.forget_order()
-        # Whatever the server began after the checkpoint may have reached clients, so it counts.
+            self._restore(kept, arrays if is_unfinished else None)
+        num_abandoned = self._count_begun_rounds()
+        if is_unfinished and not run.clients.roster.known:
+            run.population.equalise_counts()  # a node may have had another partition before
+        self._check_account(directory)
+        if is_unfinished and run.method.client.keeps_memory:
+            self._check_memory()
+        directory.forget_rounds(after=done)
+        log.info(
+            "resumed after round %d; %d training rounds had begun but were not finished",
+            done,
+            num_abandoned,
+        )
+        return arrays, done
+
+    def _restore(self, kept: Stored, model: ArrayRecord | None) -> None:
+        """Restore a checkpoint; ``model`` is None if no rounds, and so no clients, are needed."""
+        run, budget = self.run, self.run.spending.budget
+        run.restore(kept)
+        if budget is not None and budget.ledger is not None:  # before any client is asked
+            least = {"": min(1, run.participations.rounds)}
+            check_charged(budget.ledger, run.checkpoints.run_id, least)
+        # Connect before restoring the sums: each sum keeps the larger privacy cost, of the new
+        # set-up or of the checkpoint.
+        if model is not None:
+            connect(run, self.grid, model)
+        run.summation.restore(kept.arrays)
+        run.population.forget_order()
+
+    def _count_begun_rounds(self) -> int:
+        """Count what began after the checkpoint, and return the number of training rounds in it.
+
+        It counts because it may have reached clients.
+        """
+        run = self.run
         abandoned = run.checkpoints.abandoned(after=run.participations.rounds)
         for begun in abandoned:
             run.count_abandoned(begun)
@@ -221,8 +245,11 @@ class RunLoop:
             counted = run.participations.answers[query_sum.query.name]
             for _ in range(counted, run.checkpoints.times_asked(query_sum.query.name)):
                 query_sum.count_answer(run.participations)
-        if is_unfinished and not run.clients.roster.known:
-            run.population.equalise_counts()  # a node may have had another partition before
+        return len(abandoned)
+
+    def _check_account(self, directory: RunWriter) -> None:
+        """Save the guarantees; refuse files that count fewer releases than the run has made."""
+        run, budget = self.run, self.run.spending.budget
         rounds, answers = run.participations.rounds, run.participations.answers
         # Without a checkpoint or with an older one, the run would forget what clients uploaded.
         made = len(directory.metrics().series("answered")[0])
@@ -238,15 +265,6 @@ class RunLoop:
         # left.
         if (ledger := run.spending.ledger) is not None:
             ledger.check_holds(rounds + answers.total())
-        if is_unfinished and run.method.client.keeps_memory:
-            self._check_memory()
-        directory.forget_rounds(after=done)
-        log.info(
-            "resumed after round %d; %d training rounds had begun but were not finished",
-            done,
-            len(abandoned),
-        )
-        return arrays, done
 
     def _check_memory(self) -> None:
         """Refuse to continue if a client has lost the memory that it had at the checkpoint."""
