@@ -20,6 +20,7 @@ from flower_ext.algorithms.dp_fedavg import DPFedAvg
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import RefusedReply, Released, State, require_usual_server
 from flower_ext.federation.messages import records
+from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.privacy import PoissonSampling, PrivacyPlan
 
 _STEPS = "steps"
@@ -147,7 +148,7 @@ class Hosted(DPFedAvg):
         server.configure_train(_steps(state) + 1, records.to_record(model), config, grid)
         return server
 
-    def check_update(self, update: records.Update) -> None:
+    def check_update(self, update: Update) -> None:
         """Refuse an update unless its weight, the metric ``weighted_by_key``, is above 0."""
         if not update.metrics.get(self.strategy.weighted_by_key, 0) > 0:
             raise RefusedReply(
@@ -167,7 +168,7 @@ class Hosted(DPFedAvg):
             return model, state
         return records.to_arrays(arrays), self._state(server, steps=_steps(state) + 1)
 
-    def _reply(self, base: records.Arrays, partition: int, update: records.Update) -> Message:
+    def _reply(self, base: records.Arrays, partition: int, update: Update) -> Message:
         """Return the reply that a ClientApp would send for an accepted update."""
         model = {name: base[name] + update.arrays[name] for name in base}
         key = self.strategy.weighted_by_key

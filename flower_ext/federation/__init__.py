@@ -14,9 +14,10 @@ from flower_ext.federation.client.client_method import (
 from flower_ext.federation.engines.in_process import InProcessGrid, run_in_process
 from flower_ext.federation.engines.virtual import VirtualGrid, clients_of
 from flower_ext.federation.messages.exchange import Clients
-from flower_ext.federation.messages.records import Arrays, Update
+from flower_ext.federation.messages.records import Arrays
 from flower_ext.federation.messages.replies import RefusedReply
 from flower_ext.federation.messages.roster import FederationNotReady
+from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.federation.method import Connected, Method, Released, require_usual_server
 from flower_ext.federation.method_state import State
 from flower_ext.federation.population import Cohort, Population

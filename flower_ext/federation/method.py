@@ -20,7 +20,8 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation.client.app import client_app
 from flower_ext.federation.client.client_method import ClientMethod
 from flower_ext.federation.messages.exchange import Clients
-from flower_ext.federation.messages.records import Arrays, Update
+from flower_ext.federation.messages.records import Arrays
+from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.federation.method_state import State, groups_under, prefixed
 from flower_ext.federation.population import Cohort, Population, UsersInSilos
 from flower_ext.federation.server_optimizers import MEAN, ModelAverage, ServerOptimizer

@@ -12,6 +12,7 @@ from flower_ext.algorithms import FedDyn, Scaffold
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import ClientMemory, FederatedStrategy, InProcessGrid, RefusedReply
 from flower_ext.federation.messages import records
+from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.privacy import (
     FixedSizeSampling,
     FullParticipation,
@@ -185,7 +186,7 @@ def test_an_update_without_steps_is_refused_as_without_records(metrics):
     with pytest.raises(
         RefusedReply, match="'local-steps': expected at least 1, and so at least one record"
     ):
-        Scaffold(local=LOCAL).check_update(records.Update({}, metrics))
+        Scaffold(local=LOCAL).check_update(Update({}, metrics))
 
 
 def test_a_client_without_records_keeps_its_control_variate_and_counts_as_missing():

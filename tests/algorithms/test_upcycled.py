@@ -40,7 +40,7 @@ from flower_ext.algorithms import (
 from flower_ext.algorithms.upcycled import Decaying, extrapolated
 from flower_ext.federation import FederatedStrategy, InProcessGrid, Sgd, Stragglers, client_app
 from flower_ext.federation.messages import records
-from flower_ext.federation.messages.roster import FOR_MODS
+from flower_ext.federation.messages.for_mods import FOR_MODS
 from flower_ext.federation.method_state import State
 from flower_ext.privacy import (
     Budget,

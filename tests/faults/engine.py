@@ -17,6 +17,7 @@ from flwr.app import ArrayRecord, Message
 from flower_ext.algorithms.uldp import UldpAvg
 from flower_ext.federation import FederatedStrategy, Opening, OpenSum
 from flower_ext.federation.messages import records
+from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.privacy import (
     AdversaryView,
     Ledger,
@@ -74,7 +75,7 @@ class Referee:
             opened = open_sum(opening)
             read = opened.read
 
-            def watched_read(reply: Message) -> records.Update:
+            def watched_read(reply: Message) -> Update:
                 update = read(reply)
                 # The reader of a hidden sum has added the upload, and returns no arrays.
                 arrays = update.arrays or _arrays(reply)

@@ -16,9 +16,9 @@ from flower_ext.federation import (
 )
 from flower_ext.federation.messages import records
 from flower_ext.federation.messages.packing import pack
-from flower_ext.federation.messages.progress import Progress
 from flower_ext.federation.messages.replies import read_answer, read_metrics, read_update
 from flower_ext.federation.messages.roster import Roster
+from flower_ext.federation.progress import Progress
 from flower_ext.privacy import (
     FullParticipation,
     NonPrivatePlan,

@@ -44,7 +44,7 @@ from flower_ext.federation import (
 from flower_ext.federation.client import client_level_mod
 from flower_ext.federation.engines import workers
 from flower_ext.federation.messages import packing, records
-from flower_ext.federation.messages.records import Update, UploadReply
+from flower_ext.federation.messages.upload_reply import Update, UploadReply
 from flower_ext.federation.sums import masked, summation, weighted_silo
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.federation.sums.weighted import WeightedSum

@@ -17,7 +17,7 @@ from flower_ext.data import ClientData, Examples
 from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid, VirtualGrid
 from flower_ext.federation.client.client_level_mod import client_level_dp_mod
 from flower_ext.federation.messages import exchange, records
-from flower_ext.federation.messages.roster import FOR_MODS
+from flower_ext.federation.messages.for_mods import FOR_MODS
 from flower_ext.federation.server.run_guarantees import spent_by
 from flower_ext.privacy import (
     AdversaryView,

@@ -17,8 +17,8 @@ from flwr.clientapp import ClientApp
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import FederatedStrategy, InProcessGrid, client_level_dp_mod
 from flower_ext.federation.messages import records
+from flower_ext.federation.messages.for_mods import FOR_MODS
 from flower_ext.federation.messages.protection import to_entries
-from flower_ext.federation.messages.roster import FOR_MODS
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from tests.support.plans import release_plan
 from tests.support.travelling import Recorder

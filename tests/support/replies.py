@@ -4,7 +4,7 @@ from flwr.app import Error, Message, RecordDict
 
 from flower_ext.federation._flower_private import become_server_of
 from flower_ext.federation.messages.exchange import Clients, Requests
-from flower_ext.federation.messages.progress import Progress
+from flower_ext.federation.progress import Progress
 
 
 def training_message(node: int = 7) -> Message:

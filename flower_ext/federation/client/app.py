@@ -25,10 +25,12 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.client.client_method import ClientMethod
 from flower_ext.federation.client.client_side import ClientSide
-from flower_ext.federation.messages.failures import CLIENT_APP_RAISED, REASON_WITHHELD, failed
+from flower_ext.federation.client.hidden_errors import failed
+from flower_ext.federation.messages.addresses import IDENTITY, identity
+from flower_ext.federation.messages.failures import CLIENT_APP_RAISED, REASON_WITHHELD
 from flower_ext.federation.messages.packing import answer_packed, is_packed
-from flower_ext.federation.messages.records import SUM, Update, UploadReply
-from flower_ext.federation.messages.roster import IDENTITY, identity
+from flower_ext.federation.messages.records import SUM
+from flower_ext.federation.messages.upload_reply import Update, UploadReply
 from flower_ext.federation.sums.masked import MaskedMember
 from flower_ext.federation.sums.summation import ClientSum
 from flower_ext.federation.sums.weighted_silo import WeightedSilo

@@ -10,10 +10,10 @@ import torch
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data, tellable
 from flower_ext.federation.client.client_method import ClientMethod, ClientWork, Memory
+from flower_ext.federation.client.hidden_errors import hide_errors, log_once
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.client.user_draws import draw_users, draws_vault
-from flower_ext.federation.messages.failures import hide_errors, log_once
 from flower_ext.federation.messages.protection import Unprotected
 from flower_ext.federation.storage.memory import ClientMemory
 from flower_ext.federation.sums.summation import ClientSum

@@ -42,21 +42,21 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation._flower_private import message_like
 from flower_ext.federation.client.assignment import NO_DATA
+from flower_ext.federation.client.hidden_errors import failed, log_hidden
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.requests import ClientRequest, sum_of
 from flower_ext.federation.messages import records
-from flower_ext.federation.messages.failures import failed, log_hidden
+from flower_ext.federation.messages.addresses import check_addressee, identity
+from flower_ext.federation.messages.for_mods import (
+    FOR_MODS,
+    asks_identity,
+    entries_for_mods,
+    is_rehearsal,
+)
 from flower_ext.federation.messages.model_checks import refuse_half_precision
 from flower_ext.federation.messages.protection import KIND, check_entries
 from flower_ext.federation.messages.replies import moved_by
-from flower_ext.federation.messages.roster import (
-    FOR_MODS,
-    asks_identity,
-    check_addressee,
-    entries_for_mods,
-    identity,
-    is_rehearsal,
-)
+from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.federation.sums.masked import MaskedMember
 from flower_ext.federation.sums.summation import ClientSum
 from flower_ext.privacy import NoiseSource
@@ -109,7 +109,7 @@ def _reply(
             received = records.to_arrays(message.content.array_records[records.MODEL])
             if not context.node_config.get("require-secure-sum"):
                 l2_norm(_update(call_next(_without_entries(message), context), received))
-        return Message(records.Update(_zeros(received), {}).content(), reply_to=message)
+        return Message(Update(_zeros(received), {}).content(), reply_to=message)
     with knowing_no_data():
         content = message.content
         sum_type, sum_message = sum_of(content, {MaskedMember.name: MaskedMember})
@@ -137,7 +137,7 @@ def _reply(
     released = {**still, **request.protection.released(update, noise)}
     sent = client_sum.seal(released, request.protection)
     metrics = {"update-norm": norm} if request.entries.get("diagnostics") else {}
-    return Message(records.Update(sent, metrics).content(), reply_to=message)
+    return Message(Update(sent, metrics).content(), reply_to=message)
 
 
 def _requested(

@@ -30,13 +30,14 @@ from flower_ext.federation.client.evaluating import (
     query_of,
     used_model,
 )
+from flower_ext.federation.client.hidden_errors import attempt_each, attempt_in_turn
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.requests import read_each, sum_of
 from flower_ext.federation.client.upload import upload_of
 from flower_ext.federation.client.user_draws import draw_fingerprint, draws_vault
 from flower_ext.federation.messages import records
-from flower_ext.federation.messages.failures import attempt_each, attempt_in_turn
-from flower_ext.federation.messages.roster import check_addressee
+from flower_ext.federation.messages.addresses import check_addressee
+from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.federation.storage.memory import ClientMemory, forget_client
 from flower_ext.federation.sums.summation import ClientSum
 from flower_ext.privacy.queries.vector_query import VectorQuery
@@ -64,7 +65,7 @@ class ClientSide:
         *,
         memory_limit: int = MEMORY_LIMIT,
         alone: bool = False,
-    ) -> list[records.Update | Exception]:
+    ) -> list[Update | Exception]:
         """Train each client, and return its protected update, or its error.
 
         A client trains, protects its update, and then stores its memory, so an error changes no

@@ -15,9 +15,9 @@ from flower_ext.data import ClientData, Examples
 from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data
 from flower_ext.federation.client.assignment import Assignment
 from flower_ext.federation.client.client_method import ClientWork
+from flower_ext.federation.client.hidden_errors import log_once
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.messages import records
-from flower_ext.federation.messages.failures import log_once
 from flower_ext.federation.messages.replies import LARGEST_VALUE
 from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.training import Params, evaluate

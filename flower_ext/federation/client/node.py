@@ -17,8 +17,8 @@ from flwr.app import Context
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation.client.client_method import ClientMethod
 from flower_ext.federation.client.requests import ClientRequest
+from flower_ext.federation.messages.addresses import PARTITION, partition_of
 from flower_ext.federation.messages.protection import SEEDED
-from flower_ext.federation.messages.roster import PARTITION, partition_of
 from flower_ext.privacy import NoiseSource, SecureNoise, SeededNoise
 from flower_ext.privacy.mechanisms.protections import ProtectedByTraining, Protection
 from flower_ext.training import Task

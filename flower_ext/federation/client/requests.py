@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from flower_ext.errors import InvalidValue, knowing_no_data
+from flower_ext.federation.client.hidden_errors import attempt_each
 from flower_ext.federation.messages import records
-from flower_ext.federation.messages.failures import attempt_each
+from flower_ext.federation.messages.addresses import check_addressee
 from flower_ext.federation.messages.protection import Unprotected, check_entries
-from flower_ext.federation.messages.roster import check_addressee
 from flower_ext.federation.sums.summation import ClientSum, SumMessage
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.updates import check_like, require_finite

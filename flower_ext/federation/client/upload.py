@@ -34,9 +34,10 @@ import torch
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.client.assignment import NO_DATA, Assignment
 from flower_ext.federation.client.client_method import ClientWork, Contribution, LocalResult, Memory
+from flower_ext.federation.client.hidden_errors import hide_errors, log_hidden
 from flower_ext.federation.client.node import OF_UPLOADS
 from flower_ext.federation.messages import records
-from flower_ext.federation.messages.failures import hide_errors, log_hidden
+from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.updates import NamedArrays, l2_norm, require_finite
@@ -45,7 +46,7 @@ from flower_ext.training.isolation import isolated
 from flower_ext.training.side_by_side import Steps, Training, completed
 
 
-def upload_of(assignment: Assignment) -> Steps[records.Update]:
+def upload_of(assignment: Assignment) -> Steps[Update]:
     """Run the method, protect the update and store the memory, then return the client's reply."""
     result = yield from result_hiding_failures(assignment.work)
     contribution, update = _protected(assignment, result)
@@ -53,7 +54,7 @@ def upload_of(assignment: Assignment) -> Steps[records.Update]:
     sent = assignment.sum.seal(update, assignment.work.protection)
     # Store memory last, so that an error in masks or metrics keeps the previous round's memory.
     _store_memory(assignment, result, update)
-    return records.Update(sent, metrics)
+    return Update(sent, metrics)
 
 
 def result_hiding_failures(work: ClientWork) -> Steps[LocalResult]:

@@ -22,6 +22,7 @@ from flwr.serverapp import ServerApp
 from flower_ext.checks import require_at_least_one
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.client.app import answer_all
+from flower_ext.federation.client.hidden_errors import hidden_errors
 from flower_ext.federation.engines.virtual import ClientGrid, replies_in_memory
 from flower_ext.federation.engines.workers import Workers
 from flower_ext.federation.messages import failures
@@ -123,7 +124,7 @@ class InProcessGrid(ClientGrid):
         limit = self._memory_limit * self.workers.count
         most = replies_in_memory(messages[0], limit) if messages else 1
         parts = (messages[start : start + most] for start in range(0, len(messages), most))
-        replies, errors = map(self._replies_to, parts), failures.hidden_errors.total()
+        replies, errors = map(self._replies_to, parts), hidden_errors.total()
         first = next(replies, ())
         return chain(first, chain.from_iterable(replies), self._judge_errors(messages, errors))
 
@@ -134,7 +135,7 @@ class InProcessGrid(ClientGrid):
         one. ``before`` is the number of errors that clients hid before these messages. The server
         of a deployment must not learn this number. Here, one person runs server and clients.
         """
-        kinds, errors = {m.metadata.message_type for m in messages}, failures.hidden_errors.total()
+        kinds, errors = {m.metadata.message_type for m in messages}, hidden_errors.total()
         if kinds - self._failed and errors - before >= len(messages):
             self._failed |= kinds
             text = (

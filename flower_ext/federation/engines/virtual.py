@@ -22,7 +22,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.messages.exchange import origin_fault
 from flower_ext.federation.messages.packing import pack, unpack
-from flower_ext.federation.messages.records import payload_bytes
+from flower_ext.federation.messages.upload_reply import payload_bytes
 from flower_ext.training import MEMORY_LIMIT
 
 log = getLogger(__name__)

@@ -31,7 +31,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flower_ext.checks import require_at_least_one
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.federation.client.app import reply_of
-from flower_ext.federation.messages.records import Update, UploadReply
+from flower_ext.federation.messages.upload_reply import Update, UploadReply
 
 
 class WorkerLost(FlowerExtError, RuntimeError):

@@ -21,11 +21,13 @@ from flower_ext.errors import FlowerExtError
 from flower_ext.federation import _flower_private
 from flower_ext.federation._flower_private import in_simulation, message_like
 from flower_ext.federation.messages import records
+from flower_ext.federation.messages.addresses import addressed
 from flower_ext.federation.messages.failures import printable, public_reason, unlogged
-from flower_ext.federation.messages.progress import Progress
-from flower_ext.federation.messages.records import UploadReply
+from flower_ext.federation.messages.for_mods import FOR_MODS
 from flower_ext.federation.messages.replies import LONGEST_REASON, RefusedReply
-from flower_ext.federation.messages.roster import FOR_MODS, FederationNotReady, Roster, addressed
+from flower_ext.federation.messages.roster import FederationNotReady, Roster
+from flower_ext.federation.messages.upload_reply import UploadReply, payload_bytes, sender_of
+from flower_ext.federation.progress import Progress
 
 log = getLogger("flwr")
 
@@ -84,7 +86,8 @@ class Clients:
     def request(self, kind: str, contents: Mapping[int, Content], server_round: int) -> Requests:
         """Return a message for each partition; ``kind`` is ``train``, ``evaluate`` or ``query``."""
         requests = Requests(self, kind, server_round, self.messages(kind, contents, server_round))
-        self.progress.count_messages(kind, requests.messages)
+        messages = requests.messages
+        self.progress.count_messages(kind, len(messages), payload_bytes(messages))
         return requests
 
     def messages(
@@ -154,7 +157,7 @@ class Clients:
 
     def partition_of(self, reply: Message) -> int:
         """Return the partition of the node that sent a reply; -1 for an unknown node."""
-        return self._partitions.get(records.sender_of(reply), -1)
+        return self._partitions.get(sender_of(reply), -1)
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,7 @@ class Requests:
             number, partition = number + 1, clients.partition_of(reply)
             # Refuse a reply that provokes any error, so that a hostile client cannot end the run.
             try:
-                size += records.payload_bytes([reply])
+                size += payload_bytes([reply])
                 if partition in waiting:
                     fault = origin_fault(reply, self.by_partition[partition])
                 elif reply.has_error():  # the SuperLink answers in place of a node
@@ -200,7 +203,7 @@ class Requests:
                     raise RefusedReply(fault)
                 early[partition] = read(reply)
             except Exception as error:
-                origin = f"round {self.server_round}, node {records.sender_of(reply)}"
+                origin = f"round {self.server_round}, node {sender_of(reply)}"
                 refusals.append(f"{origin}: {_reason(error)}"[:LONGEST_REASON])
                 clients.refuse(refusals[-1])
                 # Higher partitions need not wait for this one, although it may yet answer.

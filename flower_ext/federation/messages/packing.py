@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricR
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.messages.roster import partition_of
+from flower_ext.federation.messages.addresses import partition_of
 
 Record = ArrayRecord | ConfigRecord | MetricRecord
 

@@ -15,7 +15,8 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.messages import records
 from flower_ext.federation.messages.failures import public_reason
-from flower_ext.federation.messages.records import Arrays, Update, UploadReply, read_array
+from flower_ext.federation.messages.records import Arrays, read_array
+from flower_ext.federation.messages.upload_reply import Update, UploadReply
 from flower_ext.privacy.mechanisms.updates import check_like
 
 LARGEST_VALUE = 1e15

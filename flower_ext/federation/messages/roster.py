@@ -11,33 +11,19 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
-from typing import Any
 
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from flower_ext.errors import FlowerExtError, InvalidValue
-from flower_ext.federation._flower_private import message_like, record_of, replies, simulates
+from flower_ext.errors import FlowerExtError
+from flower_ext.federation._flower_private import message_like, replies, simulates
 from flower_ext.federation.messages import records
+from flower_ext.federation.messages.addresses import IDENTITY, IDENTITY_RECORD, NO_PARTITION
 from flower_ext.federation.messages.failures import CLIENT_APP_RAISED, MOD_REFUSED, public_reason
+from flower_ext.federation.messages.for_mods import FOR_MODS, PARTITION_QUESTION
 
 log = getLogger("flwr")
 
-PARTITION = "partition-id"
-"""Key, in the node config, of the node's number among all nodes, from 0."""
-IDENTITY = "query.identity"
-"""Message type of the question "which partition are you?"."""
-_IDENTITY_RECORD = "identity"
-"""Record of the answer to the question `IDENTITY`."""
-FOR_MODS = "flower-ext/"
-"""Prefix of settings for this package's mods, which read them and take them out of the message."""
-_PARTITION_QUESTION = "identity"
-"""Entry of a training message without a model, which asks a mod for the node's partition."""
-REHEARSAL = "rehearsal"
-"""Entry of a training message before the first round: the server will drop the update."""
-_NO_PARTITION = str(None)
-"""Answer of a node without a partition in its node config."""
-_ADDRESS = "address"
 _ADVISE_AFTER, _ADVISE_EVERY = 5.0, 60.0
 """Seconds of waiting until the log first says how to add nodes, and seconds between repetitions.
 The nodes of a simulation usually connect before the log says this."""
@@ -132,7 +118,7 @@ class Roster:
             log.info("asking the nodes for client_level_dp_mod (a ClientApp without it fails here)")
             # A ClientApp without the mod cannot train on a training message without a model. Send
             # the settings of every training message, because mods before ours may read these.
-            settings = ConfigRecord({"server-round": 0, FOR_MODS + _PARTITION_QUESTION: True})
+            settings = ConfigRecord({"server-round": 0, FOR_MODS + PARTITION_QUESTION: True})
             kind, question = "train", RecordDict({records.CONFIG: settings})
             reported, error = _ask_identities(grid, nodes, kind, question, timeout=timeout)
             # An answer without a partition is not from our mod.
@@ -141,7 +127,7 @@ class Roster:
         if not reported:
             return cls(numbered, first_error=error, foreign=True)
         clients_per_node = getattr(grid, "clients_per_node", 1)
-        if foreign and len(reported) == len(nodes) and set(reported.values()) == {_NO_PARTITION}:
+        if foreign and len(reported) == len(nodes) and set(reported.values()) == {NO_PARTITION}:
             return cls(numbered, foreign=True, protects=True)
         answers = _by_partition(reported, population, clients_per_node)
         needed = set(range(population)) - set(absent)
@@ -207,7 +193,7 @@ def _ask_identities(
         if reply.has_error() or not reply.has_content() or node not in waiting:
             continue
         waiting.remove(node)
-        record = reply.content.get(_IDENTITY_RECORD)
+        record = reply.content.get(IDENTITY_RECORD)
         reported[node] = record.get("partition") if isinstance(record, ConfigRecord) else None
     if not reported and not received:
         reason = first_error or f"no reply within {timeout:.0f} s; the machine may be too busy"
@@ -236,65 +222,3 @@ def _by_partition(
             )
         answers |= held
     return answers
-
-
-def entries_for_mods(message: Message) -> dict[str, Any]:
-    """Return a message's entries for this package's mods, which run before a foreign ClientApp."""
-    config = message.content.get(records.CONFIG)
-    settings = config if isinstance(config, ConfigRecord) else {}
-    return {
-        name.removeprefix(FOR_MODS): value
-        for name, value in settings.items()
-        if name.startswith(FOR_MODS)
-    }
-
-
-def asks_identity(message: Message) -> bool:
-    """Return True if a plain training message only asks a mod for its node's partition."""
-    return _PARTITION_QUESTION in entries_for_mods(message)
-
-
-def is_rehearsal(message: Message) -> bool:
-    """Return True if the server only wants to know whether a ClientApp can train."""
-    return REHEARSAL in entries_for_mods(message)
-
-
-def identity(node_config: Mapping[str, object]) -> RecordDict:
-    """Return a client's answer to ``query.identity``; the server rejects invalid partition ids."""
-    partition = node_config.get(PARTITION)
-    known = partition if isinstance(partition, int) else str(partition)
-    return record_of(RecordDict, {_IDENTITY_RECORD: ConfigRecord({"partition": known})})
-
-
-def addressed(content: RecordDict, partition: int) -> RecordDict:
-    """Return a message's content with the receiver's partition added (see `check_addressee`)."""
-    address = ConfigRecord({"partition": partition})
-    return record_of(RecordDict, {**content, _ADDRESS: address})
-
-
-def check_addressee(message: Message, context: Context) -> None:
-    """Refuse a message for a partition that the node does not hold.
-
-    Flower identifies a restarted SuperNode by its key, even if its node config changed. Without
-    this check, two nodes could train on the data of one client, which the accounting counts once.
-    """
-    if not isinstance(address := message.content.get(_ADDRESS), ConfigRecord):
-        return
-    if address["partition"] != (partition := partition_of(context.node_config)):
-        raise InvalidValue.tellable(
-            f"node config partition-id={partition}: expected {address['partition']!r}, the "
-            "partition that this node held when the run asked; start the node again with the "
-            "expected partition-id, or stop the run"
-        )
-
-
-def partition_of(node_config: Mapping[str, object]) -> int:
-    """Return the partition of a node; refuse a node config without ``partition-id``."""
-    partition = node_config.get(PARTITION)
-    if not isinstance(partition, int):
-        raise InvalidValue.tellable(
-            f"node config partition-id={partition!r}: expected an integer from 0 to N-1, different "
-            "for each of the N SuperNodes; start the first SuperNode with --node-config "
-            '"partition-id=0 num-partitions=N", the next with partition-id=1, and so on'
-        )
-    return partition

@@ -12,9 +12,10 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation._flower_private import in_simulation
 from flower_ext.federation.messages import records
 from flower_ext.federation.messages.exchange import Content
+from flower_ext.federation.messages.for_mods import REHEARSAL
 from flower_ext.federation.messages.model_checks import refuse_tied
 from flower_ext.federation.messages.replies import read_answer, read_count, read_update
-from flower_ext.federation.messages.roster import REHEARSAL, FederationNotReady, Roster
+from flower_ext.federation.messages.roster import FederationNotReady, Roster
 from flower_ext.federation.method import Connected
 from flower_ext.federation.server.run import Run
 from flower_ext.privacy import Ledger

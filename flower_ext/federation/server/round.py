@@ -21,6 +21,7 @@ from flower_ext.federation.client.client_method import Memory
 from flower_ext.federation.messages import records
 from flower_ext.federation.messages.exchange import Content, Requests
 from flower_ext.federation.messages.protection import to_entries
+from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.federation.method import Released
 from flower_ext.federation.method_state import State
 from flower_ext.federation.population import Cohort
@@ -58,7 +59,7 @@ class Round:
         """The reason why the round releases nothing; empty if it releases a mean."""
         self.metrics: dict[int, Mapping[str, float]] = {}
         """Metrics of the accepted contributions by partition."""
-        self.kept: dict[int, records.Update] = {}
+        self.kept: dict[int, Update] = {}
         """The accepted contributions by partition, if `close` keeps them."""
         self.sum: OpenSum
         try:

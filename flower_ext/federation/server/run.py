@@ -19,10 +19,10 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation.messages import records
 from flower_ext.federation.messages.exchange import Clients
 from flower_ext.federation.messages.model_checks import shared_arrays
-from flower_ext.federation.messages.progress import Progress
 from flower_ext.federation.method import Method
 from flower_ext.federation.method_state import State, groups_under
 from flower_ext.federation.population import Population
+from flower_ext.federation.progress import Progress
 from flower_ext.federation.server.spending import Spending
 from flower_ext.federation.server.stragglers import Stragglers
 from flower_ext.federation.storage.checkpoint import BegunRound, Checkpoints

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from flower_ext.errors import ProtocolError
 from flower_ext.federation import _flower_private as private
+from flower_ext.federation.messages.addresses import PARTITION, partition_of
 from flower_ext.federation.messages.records import arrays_of, to_params, to_record
-from flower_ext.federation.messages.roster import PARTITION, partition_of
 from flower_ext.federation.storage.folder import (
     SECRETS,
     Damaged,

@@ -52,6 +52,7 @@ from flower_ext.federation.messages.replies import (
     read_answer,
     read_metrics,
 )
+from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.federation.storage.memory import OF_MASKED_SUM, ClientVault
 from flower_ext.federation.sums.summation import (
     ClientSum,
@@ -155,14 +156,14 @@ class OpenMaskedSum(OpenSum):
         delivery = self._deliveries[self._members[partition]]
         return {MASKED_SUM: bytes_record(DELIVERY, delivery.to_bytes())}
 
-    def read(self, reply: Message) -> records.Update:
+    def read(self, reply: Message) -> Update:
         """Add a masked contribution to the sum, and return what the client reports beside it.
 
         `add` has nothing left to do, because a sum of integers does not depend on the order.
         """
         metrics = read_metrics(reply)
         self._add(reply, single_message(read_answer(reply, records.UPDATE), SENT)[1])
-        return records.Update({}, metrics)
+        return Update({}, metrics)
 
     def close(self) -> Aggregate:
         """Unmask the sum with the clients' help, and release its mean.

@@ -18,8 +18,9 @@ from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.messages import records
 from flower_ext.federation.messages.exchange import Clients
-from flower_ext.federation.messages.records import Arrays, Update
+from flower_ext.federation.messages.records import Arrays
 from flower_ext.federation.messages.replies import RefusedReply, read_update
+from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.federation.population import Cohort, Population
 from flower_ext.privacy import AdversaryView, NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection

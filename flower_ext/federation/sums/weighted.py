@@ -38,15 +38,10 @@ from flwr.app import ArrayRecord, Message
 from flower_ext.errors import FlowerExtError, IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.federation.messages import records
 from flower_ext.federation.messages.exchange import Clients
-from flower_ext.federation.messages.records import (
-    Arrays,
-    Update,
-    bytes_record,
-    shaped,
-    single_message,
-)
+from flower_ext.federation.messages.records import Arrays, bytes_record, shaped, single_message
 from flower_ext.federation.messages.replies import RefusedReply, read_answer, read_metrics
 from flower_ext.federation.messages.roster import FederationNotReady
+from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.privacy import AdversaryView, BudgetExhausted, FullParticipation
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum, refuse_spoiled

@@ -18,8 +18,8 @@ import torch
 from flower_ext.data import ClientData
 from flower_ext.data.users import owned
 from flower_ext.errors import InvalidValue, ProtocolError, knowing_no_data, tellable
+from flower_ext.federation.messages.addresses import partition_of
 from flower_ext.federation.messages.records import arrays_of, flattened, to_bytes_array
-from flower_ext.federation.messages.roster import partition_of
 from flower_ext.federation.storage.memory import ClientVault
 from flower_ext.federation.sums.summation import ClientSum, SumMessage
 from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTED_SUM, WEIGHTS

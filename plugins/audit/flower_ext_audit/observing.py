@@ -13,7 +13,9 @@ from flwr.serverapp.strategy import Strategy
 from flower_ext.federation import FederationNotReady, InProcessGrid
 from flower_ext.federation.engines.in_process import modules_uncollected
 from flower_ext.federation.messages import records
-from flower_ext.federation.messages.roster import asks_identity, partition_of
+from flower_ext.federation.messages.addresses import partition_of
+from flower_ext.federation.messages.for_mods import asks_identity
+from flower_ext.federation.messages.upload_reply import UploadReply
 from flower_ext_audit.experiment import NEXT_NORM, Arrays, Experiment, Observation, World
 from flower_ext_audit.secure_rounds import SecureTranscript, is_secure
 
@@ -136,7 +138,7 @@ def _upload(reply: Message, sent: Arrays) -> Arrays | None:
         return None
     # Do not read ``content``: that would turn the upload into records, and the server would then
     # read the reply in another way.
-    if isinstance(reply, records.UploadReply) and (update := reply.update) is not None:
+    if isinstance(reply, UploadReply) and (update := reply.update) is not None:
         return _wide(update.arrays)
     if records.UPDATE in reply.content:
         return _arrays(reply.content[records.UPDATE])

@@ -30,7 +30,7 @@ from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.engines.in_process import run_server
 from flower_ext.federation.messages import records
 from flower_ext.federation.messages.failures import CLIENT_APP_RAISED
-from flower_ext.federation.messages.roster import asks_identity, is_rehearsal
+from flower_ext.federation.messages.for_mods import asks_identity, is_rehearsal
 from flower_ext.federation.server.round import Round
 from flower_ext.training import Task
 from flower_ext_check.app_folder import AppFolder

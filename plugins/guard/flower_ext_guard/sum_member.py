@@ -21,7 +21,7 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.client.client_level_mod import client_level_dp_mod
 from flower_ext.federation.messages import records
-from flower_ext.federation.messages.roster import PARTITION
+from flower_ext.federation.messages.addresses import PARTITION
 from flower_ext.federation.sums.masked import MASKED_SUM
 from flower_ext_guard.flower_runtime import RuntimeRequest
 from flower_ext_guard.policy import GuardPolicy, MessagePolicy, Refused

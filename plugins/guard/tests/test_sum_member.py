@@ -16,7 +16,7 @@ from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid
 from flower_ext.federation.messages import records
 from flower_ext.federation.messages.failures import REASON_WITHHELD
-from flower_ext.federation.messages.roster import FOR_MODS, REHEARSAL
+from flower_ext.federation.messages.for_mods import FOR_MODS, REHEARSAL
 from flower_ext.federation.sums.masked import MASKED_SUM
 from flower_ext.privacy import (
     AdversaryView,

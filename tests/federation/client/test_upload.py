@@ -10,11 +10,11 @@ import torch
 
 from flower_ext.data import ClientData
 from flower_ext.errors import tellable
+from flower_ext.federation.client import hidden_errors as module
 from flower_ext.federation.client.assignment import NO_DATA
 from flower_ext.federation.client.client_method import LocalResult
+from flower_ext.federation.client.hidden_errors import log_hidden
 from flower_ext.federation.client.upload import check_finite, result_hiding_failures
-from flower_ext.federation.messages import failures
-from flower_ext.federation.messages.failures import log_hidden
 from flower_ext.federation.messages.protection import Unprotected
 from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.privacy.mechanisms.protections import (
@@ -178,7 +178,7 @@ def test_the_first_parameter_that_is_not_finite_is_named():
 
 
 def test_one_line_of_code_leaves_one_traceback_in_the_log(logged, monkeypatch):
-    monkeypatch.setattr(failures, "hidden_errors", Counter())
+    monkeypatch.setattr(module, "hidden_errors", Counter())
     for number in range(3):
         try:
             raise ValueError(number)

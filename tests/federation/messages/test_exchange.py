@@ -8,11 +8,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 
 from flower_ext.federation import FederationNotReady, InProcessGrid
+from flower_ext.federation.messages.addresses import identity, partition_of
 from flower_ext.federation.messages.exchange import Clients
 from flower_ext.federation.messages.failures import unlogged
-from flower_ext.federation.messages.progress import Progress
 from flower_ext.federation.messages.replies import RefusedReply
-from flower_ext.federation.messages.roster import identity, partition_of
+from flower_ext.federation.progress import Progress
 
 CLIENTS = 4
 DOWN = ArrayRecord({"w": Array(np.zeros(1_000, np.float32)), "b": Array(np.zeros(200))})

@@ -9,13 +9,9 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import RefusedReply
 from flower_ext.federation.messages import records
 from flower_ext.federation.messages.model_checks import shared_arrays
-from flower_ext.federation.messages.records import (
-    UnsentArray,
-    bytes_record,
-    payload_bytes,
-    single_message,
-)
+from flower_ext.federation.messages.records import UnsentArray, bytes_record, single_message
 from flower_ext.federation.messages.replies import read_metrics, read_update
+from flower_ext.federation.messages.upload_reply import Update, payload_bytes
 from flower_ext.training import LocalTraining, UnshareableModel
 from tests.support.replies import reply, requests_of, training_message
 
@@ -27,7 +23,7 @@ def update(**changes: np.ndarray) -> RecordDict:
     return RecordDict({"update": ArrayRecord({n: Array(a) for n, a in arrays.items()})})
 
 
-def read(content: RecordDict | Error, *, trust_models: bool = False) -> records.Update:
+def read(content: RecordDict | Error, *, trust_models: bool = False) -> Update:
     return read_update(reply(content), base=BASE, trust_models=trust_models)
 
 

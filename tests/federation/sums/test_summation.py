@@ -12,6 +12,7 @@ from flower_ext.federation.client.requests import sum_of
 from flower_ext.federation.messages import records
 from flower_ext.federation.messages.records import to_bytes_array
 from flower_ext.federation.messages.replies import read_answer
+from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.federation.sums.masked import MASKED_SUM, MaskedMember
 from flower_ext.federation.sums.summation import PlainSum, SumMessage
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise, Protection
@@ -101,7 +102,7 @@ class FlippedSum(PlainSum):
             arrays = dict(read_answer(reply, records.UPDATE))
             sign = arrays.pop("sign").tobytes()
             arrays = {n: -a if sign == b"-" else a for n, a in arrays.items()}
-            reply.content = records.Update(arrays, {}).content()
+            reply.content = Update(arrays, {}).content()
             return read_plain(reply)
 
         plain.request, plain.read = request, read

@@ -21,8 +21,8 @@ from flower_ext.federation import (
 )
 from flower_ext.federation._flower_private import become_server_of, reply_to
 from flower_ext.federation.messages import records
-from flower_ext.federation.messages.records import Update, UploadReply, payload_bytes
 from flower_ext.federation.messages.replies import RefusedReply, read_update
+from flower_ext.federation.messages.upload_reply import Update, UploadReply, payload_bytes
 from flower_ext.federation.storage.memory import ClientMemory
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, ReleasePlan
 from flower_ext.training import LocalTraining, Task

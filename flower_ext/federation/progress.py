@@ -8,9 +8,7 @@ from logging import getLogger
 from time import monotonic
 
 import numpy as np
-from flwr.app import Message
 
-from flower_ext.federation.messages.records import payload_bytes
 from flower_ext.metrics import summarize
 from flower_ext.metrics.reported import is_loss, reported_by_most
 from flower_ext.privacy import epsilon_text
@@ -46,10 +44,13 @@ class Progress:
         self._began = monotonic()
         self.row = {"cohort": 0, "messages": 0, "bytes_down": 0, "bytes_up": 0}
 
-    def count_messages(self, kind: str, messages: Sequence[Message]) -> None:
-        """Count messages to clients. Their kind is ``train``, ``evaluate`` or ``query``."""
-        self._count(_PREFIXES[kind] + "messages", len(messages))
-        self._count(_PREFIXES[kind] + "bytes_down", payload_bytes(messages))
+    def count_messages(self, kind: str, number: int, size: int) -> None:
+        """Count messages to clients, and their bytes.
+
+        Their ``kind`` is ``train``, ``evaluate`` or ``query``.
+        """
+        self._count(_PREFIXES[kind] + "messages", number)
+        self._count(_PREFIXES[kind] + "bytes_down", size)
 
     def count_replies(self, kind: str, number: int, size: int, refusals: Sequence[str]) -> None:
         """Count replies and their bytes, and log ``refusals``."""

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from flower_ext.federation.messages import progress as module
-from flower_ext.federation.messages.progress import Progress
+from flower_ext.federation import progress as module
+from flower_ext.federation.progress import Progress
 from flower_ext.runs import RunWriter
 
 
@@ -23,7 +23,7 @@ def test_a_new_round_starts_from_zero_training_messages_and_forgets_the_last():
 def test_counting_nothing_leaves_a_zero_and_refusals_add_up():
     progress = Progress()
     progress.begin()
-    progress.count_messages("evaluate", [])
+    progress.count_messages("evaluate", 0, 0)
     assert progress.row["evaluation_messages"] == 0
     assert "evaluation_bytes_up" not in progress.row
     progress.count_replies("train", 0, 0, ["one", "two"])
