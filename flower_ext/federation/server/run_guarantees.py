@@ -40,6 +40,8 @@ def summary_of(run: Run) -> RunSummary:
 
 def claims_of(run: Run, summary: RunSummary) -> list[Guarantee]:
     """Return the guarantees that the run's method claims for a run with this summary."""
+    if not summary.participations.rounds:  # without a training round, a paper claims nothing
+        return [*run.mechanism.guarantees(summary)]
     return run.method.claims(run.plan, summary, run.state or State(), run.mechanism)
 
 
@@ -50,9 +52,7 @@ def guarantees_of(run: Run) -> list[Guarantee]:
         return []
     summary = summary_of(run)
     units = run.plan.num_units(summary)
-    # Without a training round, a paper claims nothing.
-    claims = claims_of(run, summary) if rounds else run.mechanism.guarantees(summary)
-    claims = [replace(claim, units=units) for claim in claims]
+    claims = [replace(claim, units=units) for claim in claims_of(run, summary)]
     if not answered:
         return claims
     text = f"noised sums of {', '.join(answered)}: the published claim covers training rounds only"

@@ -1,6 +1,5 @@
 """Queries beside the training: a vector of each client, released as one noised sum."""
 
-from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,18 +7,20 @@ import pytest
 
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.errors import InvalidValue
-from flower_ext.federation.messages import failures
+from flower_ext.federation.client.hidden_errors import hidden_errors
 from flower_ext.federation.server.query_round import standard_errors
 from flower_ext.federation.server.run_guarantees import spent_by
 from flower_ext.privacy import (
     AdversaryView,
     Budget,
     Ledger,
+    PrivacyUnit,
     SecureScores,
     VectorQuery,
     privacy_loss_of,
 )
 from flower_ext.privacy.mechanisms.updates import l2_norm
+from flower_ext.privacy.withdrawal import withdraw
 from flower_ext.runs import RunWriter
 from tests.support.secure_runs import CLIENTS, plan, strategy_of
 from tests.support.travelling import Recorder
@@ -197,8 +198,8 @@ class WrongSize(LabelHistogram):
 
 
 @pytest.mark.parametrize("failing", [1, CLIENTS])
-def test_a_client_says_why_a_query_failed_and_a_simulation_says_so(failing, logged, monkeypatch):
-    monkeypatch.setattr(failures, "hidden_errors", Counter())
+def test_a_client_says_why_a_query_failed_and_a_simulation_says_so(failing, logged):
+    hidden_errors.clear()
     strategy = asking(WrongSize(noise_multiplier=0.002, failing=failing))
     run(strategy, kinds=(WrongSize,))
     warnings = [
@@ -242,6 +243,16 @@ def test_a_run_of_no_rounds_says_that_it_asks_no_query(logged):
     run(strategy, rounds=0)
     assert strategy.answers == {}
     assert "num_rounds=0: no query of the plan is asked" in logged.text
+
+
+def test_a_query_that_too_few_can_answer_is_reported_once(tmp_path, logged):
+    account = tmp_path / "study.jsonl"
+    account.touch()
+    withdraw(account, PrivacyUnit.CLIENT, range(CLIENTS - 1))
+    strategy = asking(budget=Budget(epsilon=1e6, delta=DELTA, ledger=account))
+    run(strategy)
+    assert logged.text.count("no labels after round 1") == 1
+    assert strategy.participations.answers == {"labels": 1}
 
 
 def test_an_app_that_lacks_a_query_says_how_to_add_it():
