@@ -147,6 +147,9 @@ class FederatedStrategy(Strategy):
                 f"plan={type(plan).__name__}: expected a plan with tells_sizes=True, because the "
                 f"server of {method.name} needs metrics of each client (needs_metrics=True)"
             )
+        if stragglers is not None:
+            is_private = mechanism.delta is not None
+            stragglers.check(method.training.values(), protects=is_private)
         summation.check(method.traits, diagnostics=diagnostics)
         self.method = method
         self.run = Run(
@@ -161,7 +164,7 @@ class FederatedStrategy(Strategy):
         self.run.mechanism.check_training(summary_of(self.run))
         evaluation(self.run, 0)  # refuses scores that do not fit the plan
         self.newest_round: TrainingRound | None = None
-        """The newest training round; None before the first."""
+        """The newest training round; None before the first, and if the newest could not begin."""
         self._evaluation: ReportedScores | QueryRound | None = None
 
     def configure_train(
@@ -177,8 +180,10 @@ class FederatedStrategy(Strategy):
         run = self.run
         connect(run, grid, arrays)
         config = run.method.configure(config, run.model, run.method_state, run.plan)
-        self.newest_round = TrainingRound(run, server_round)
-        return self.newest_round.ask(_numbered(config, server_round))
+        self.newest_round, begun = None, TrainingRound(run, server_round)
+        messages = begun.ask(_numbered(config, server_round))
+        self.newest_round = begun
+        return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

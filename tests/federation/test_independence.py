@@ -1,6 +1,5 @@
 """A client's upload depends on no other client: not on its data, its errors or its presence."""
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,8 @@ from torch import nn
 from flower_ext.algorithms import APFL, Apple, DP2FedSAM, DPDitto, DPFedAvg, FedALA, PFedMe
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import FederatedStrategy, InProcessGrid, VirtualGrid
-from flower_ext.federation.messages import failures, records
+from flower_ext.federation.client.hidden_errors import hidden_errors
+from flower_ext.federation.messages import records
 from flower_ext.federation.messages.failures import REASON_WITHHELD
 from flower_ext.privacy import (
     FullParticipation,
@@ -309,8 +309,8 @@ def test_no_error_reveals_a_record_in_replies_refusals_or_files(odd, engine, tmp
         assert "Traceback" not in text
 
 
-def test_what_a_client_withholds_is_in_its_local_log(logged, monkeypatch):
-    monkeypatch.setattr(failures, "hidden_errors", Counter())
+def test_what_a_client_withholds_is_in_its_local_log(logged):
+    hidden_errors.clear()
     for _ in range(2):
         uploads(METHODS["DP-FedAvg"], Net, unreadable_record, engine=in_process)
     lines = [r for r in logged.records if "could not be loaded" in r.getMessage()]

@@ -10,7 +10,13 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy, InProcessGrid
 from flower_ext.federation.messages import records
 from flower_ext.federation.messages.roster import FederationNotReady
-from flower_ext.privacy import FullParticipation, ReleasePlan
+from flower_ext.privacy import (
+    Budget,
+    BudgetExhausted,
+    FullParticipation,
+    ReleasePlan,
+    privacy_loss_of,
+)
 from tests.support.worlds import initial, task
 
 CLIENTS = 4
@@ -45,6 +51,18 @@ def test_replies_without_a_request_are_refused_in_words():
     with pytest.raises(InvalidValue, match="expected configure_train first"):
         strategy_of().aggregate_train(1, [])
     assert strategy_of().aggregate_evaluate(1, []) is None
+
+
+def test_a_round_that_could_not_begin_takes_no_replies():
+    release = strategy_of().run.mechanism.release
+    one_round = privacy_loss_of([release], delta=1e-2).epsilon
+    strategy, grid = strategy_of(budget=Budget(epsilon=1.01 * one_round, delta=1e-2)), grid_of()
+    replies = grid.send_and_receive(strategy.configure_train(1, initial(), CONFIG, grid))
+    strategy.aggregate_train(1, replies)
+    with pytest.raises(BudgetExhausted):
+        strategy.configure_train(2, initial(), CONFIG, grid)
+    with pytest.raises(InvalidValue, match="expected configure_train first"):
+        strategy.aggregate_train(2, [])
 
 
 def test_an_evaluation_after_a_failed_connection_connects_again():

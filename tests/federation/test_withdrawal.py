@@ -22,6 +22,7 @@ from flower_ext.federation import (
     client_level_dp_mod,
 )
 from flower_ext.federation.method_state import State
+from flower_ext.federation.server.spending import Spending
 from flower_ext.federation.storage.folder import deserialised
 from flower_ext.privacy import (
     Budget,
@@ -507,6 +508,28 @@ def test_every_silo_leaves_out_a_user_that_withdraws_during_a_run(tmp_path, meth
     left = [list(message.content["round"].get("withdrawn", ())) for message in trained]
     assert left == [[]] * silos.SILOS + [[SMALL_NUMBER]] * silos.SILOS
     assert (strategy.refusals, strategy.participations.rounds) == ([], 2)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_withdrawal_takes_effect_in_a_whole_round_or_not_at_all(tmp_path, secure, monkeypatch):
+    """Here the account lists another withdrawal at each reading."""
+    account = tmp_path / "study.jsonl"
+    account.touch()
+    given = Budget(epsilon=1e6, delta=0.1, ledger=account)
+    strategy, readings = of_users(UldpAvg, given, secure=secure), iter(range(silos.USERS))
+    monkeypatch.setattr(
+        Spending, "withdrawn", property(lambda spending: frozenset(range(next(readings))))
+    )
+    grid = Recorder(UldpAvg.client_app(silos.task()), silos.SILOS)
+    strategy.start(grid, ArrayRecord(silos.task().initial_params(0)), num_rounds=1)
+    left = [
+        set(message.content["round"]["withdrawn"])
+        for message in grid.sent
+        if message.metadata.message_type.startswith("train")
+    ]
+    drawn = set(strategy.newest_round.cohort.units)
+    assert left == [left[0]] * silos.SILOS
+    assert drawn == set(range(silos.USERS)) - left[0]
 
 
 def test_no_silo_evaluates_a_training_loss_on_records_of_a_withdrawn_user(tmp_path):

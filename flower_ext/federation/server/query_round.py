@@ -22,12 +22,12 @@ from flower_ext.federation.messages.protection import to_entries
 from flower_ext.federation.messages.replies import read_scores
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.server.connection import leave_out_withdrawn
-from flower_ext.federation.server.round import Round
+from flower_ext.federation.server.round import Round, reserve
 from flower_ext.federation.server.run import Run
-from flower_ext.federation.server.run_guarantees import charge
 from flower_ext.federation.sums.masked import MaskedSum
 from flower_ext.federation.sums.summation import Opening
 from flower_ext.privacy import BudgetExhausted, VectorQuery, seeded_generator
+from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.mechanisms.noised_sum import QuerySum
 
 log = getLogger("flwr")
@@ -68,15 +68,10 @@ class QueryRound:
         run, query, number = self._run, self._mechanism.query, self._number
         server_round = self._server_round
         try:
-            participations_after = deepcopy(run.participations)
-            self._mechanism.count_answer(participations_after)
-            charge(run, server_round, participations_after, answered=self._mechanism)
-            identity = run.release_identity(query.name, number)
-            run.spending.reserve(self._mechanism.release, server_round, identity)
+            reserve(run, server_round, self._participations_after, self._mechanism)
         except BudgetExhausted as reason:
             log.warning("no %s after round %d: %s", query.name, server_round, reason)
             return []
-        leave_out_withdrawn(run)
         # Count before asking any client: from here on, clients may have sent their vectors.
         run.checkpoints.begin_query(query.name, number)
         self._mechanism.count_answer(run.participations)
@@ -93,6 +88,7 @@ class QueryRound:
         opened = self._round = Round("evaluate", MaskedSum(self._mechanism), opening, run.spending)
         if not opened.cohort.partitions:
             self.close([])
+            self._round = None  # closed
             return []
         protection = self._mechanism.client_protection(self._mechanism.num_members)
         entries = to_entries(protection, seeded_noise=run.options.seeded_noise)
@@ -104,9 +100,14 @@ class QueryRound:
         }
         return opened.ask(dict.fromkeys(opened.cohort.partitions, shared))
 
+    def _participations_after(self) -> Participations:
+        after = deepcopy(self._run.participations)
+        self._mechanism.count_answer(after)
+        return after
+
     def close(self, replies: Iterable[Message]) -> Mapping[str, float]:
         """Unmask the sum and return the query's answer; empty if the round is discarded."""
-        if self._round is None:  # the budget permitted no answer
+        if self._round is None:  # no client was asked
             return {}
         size, query = self._mechanism.num_members, self._mechanism.query
         released = self._round.close(replies, cohort=size, of=query.name)

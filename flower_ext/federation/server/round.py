@@ -7,9 +7,9 @@ train, and the server's step moves the model by the mean. Rounds of other kinds 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from logging import getLogger
 from typing import Any
 
@@ -33,6 +33,8 @@ from flower_ext.federation.server.stragglers import shortened
 from flower_ext.federation.storage.checkpoint import BegunRound
 from flower_ext.federation.sums.summation import Opening, OpenSum, PlainSum, Summation
 from flower_ext.privacy import secure_generator
+from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.mechanisms.noised_sum import QuerySum
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded
 from flower_ext.privacy.mechanisms.updates import require_finite
@@ -119,6 +121,31 @@ class Round:
         return aggregate
 
 
+def reserve(
+    run: Run,
+    server_round: int,
+    after: Callable[[], Participations],
+    answered: QuerySum | None = None,
+) -> None:
+    """Write a round's privacy cost to disk, before any client knows of the round.
+
+    ``after`` and ``answered`` are as in `charge`. Raise `BudgetExhausted` if the round would exceed
+    the privacy budget.
+    """
+    if run.spending.budget is not None:
+        charge(run, server_round, after(), answered=answered)
+    # Charge first, and then read withdrawals: a withdrawal before the charge takes effect in this
+    # round. A later one may take effect only in the next round.
+    leave_out_withdrawn(run)
+    if answered is None:
+        kind, number = "release", run.participations.rounds + 1
+        release = run.mechanism.release_in(number)
+    else:
+        kind, release = answered.query.name, answered.release
+        number = run.participations.answers[kind] + 1
+    run.spending.reserve(release, server_round, run.release_identity(kind, number))
+
+
 class TrainingRound:
     """One training round of a run. The run's clients are connected already.
 
@@ -151,20 +178,16 @@ class TrainingRound:
         if training_round == 1:
             rehearse(run, config)
         run.summation.check_round(training_round)
+        run.mechanism.check_training(summary_of(run))
         # The ε of a noised sum assumes that nobody knows the cohort, so no seed may determine it.
         secret = run.mechanism.release is not None and not run.repeats
         rng = secure_generator() if secret else run.options.generator("cohort", training_round)
         drawn = run.population.draw(rng)
-        # Refuse a round before its sum is opened, because until then no client knows of the round.
-        if run.spending.budget is not None:
-            # Even if every client answers, ε must not exceed the budget.
-            charge(run, server_round, run.population.after(drawn))
-        # Charge first, and then read withdrawals: a withdrawal before the charge takes effect in
-        # this round. A later one may take effect only in the next round.
-        leave_out_withdrawn(run)
-        if withdrawn := run.spending.withdrawn:
-            run.progress.row["withdrawn"] = len(withdrawn)
-        drawn = run.population.without(drawn, withdrawn)
+        # Even if every client answers, ε must not exceed the budget.
+        reserve(run, server_round, partial(run.population.after, drawn))
+        if run.withdrawn:
+            run.progress.row["withdrawn"] = len(run.withdrawn)
+        drawn = run.population.without(drawn, run.withdrawn)
         if training_round - 1 == run.plan.rounds and not run.spending.limited:
             log.warning(
                 "training round %d is beyond the %d rounds for which the plan's noise was chosen, "
@@ -172,11 +195,7 @@ class TrainingRound:
                 training_round,
                 training_round - 1,
             )
-        run.mechanism.check_training(summary_of(run))
-        # Write the privacy cost, then the noise, then the units to disk; only then may clients use
-        # any data.
-        identity = run.release_identity("release", training_round)
-        run.spending.reserve(run.mechanism.release_in(training_round), server_round, identity)
+        # The privacy cost is on disk. Write the noise, then the units, before clients use any data.
         cohort = run.method.begin_round(drawn, run.model, run.method_state)
         protection = run.mechanism.protection(summary_of(run), len(cohort.partitions))
         opening = Opening(
@@ -232,7 +251,6 @@ class TrainingRound:
             demands = {"report-size": True, **demands}
         slow: Mapping[int, float] = {}  # for each straggler, the fraction of its work that it does
         if (stragglers := run.options.stragglers) is not None:
-            stragglers.check(method.training.values(), protects=run.mechanism.delta is not None)
             rng = run.options.generator("stragglers", training_round)
             slow = stragglers.draw(self.cohort.partitions, run.population.num_nodes, rng)
         trainings = {phase: t.in_round(training_round) for phase, t in method.training.items()}

@@ -229,6 +229,14 @@ class Run:
         return self.state
 
     @property
+    def withdrawn(self) -> frozenset[int]:
+        """Numbers of the units that withdrew, as the run last read them from the account.
+
+        A round reads them once, so that a withdrawal takes effect in a whole round or not at all.
+        """
+        return self.checkpoints.withdrawn
+
+    @property
     def repeats(self) -> bool:
         """True if a repeated round equals the first attempt, because a seed fixes all draws."""
         noiseless = self.mechanism.delta is None
@@ -259,7 +267,7 @@ class Run:
         """Return the record that tells clients the run and the round, with the entries ``more``."""
         # Silos drop the records of users that withdrew: the server may not know which users are
         # drawn.
-        withdrawn = sorted(self.spending.withdrawn) if self.method.traits.num_silos else []
+        withdrawn = sorted(self.withdrawn) if self.method.traits.num_silos else []
         left = {"withdrawn": withdrawn} if withdrawn else {}
         return ConfigRecord(
             {

@@ -54,7 +54,7 @@ class RunLoop:
     def start(self, initial_arrays: ArrayRecord) -> Result:
         """Play the rounds that are left; see `FederatedStrategy.start`."""
         run, result = self.run, self.result
-        run.last_round = self.num_rounds
+        run.last_round, run.checkpoints.withdrawn = self.num_rounds, run.spending.withdrawn
         result.arrays, done = self._resume(records.to_record(run.shared_part(initial_arrays)))
         if done >= self.num_rounds:
             log.info("nothing left to do: all %d rounds are done", done)

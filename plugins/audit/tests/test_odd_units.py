@@ -14,8 +14,7 @@ from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
 from flower_ext.algorithms.uldp import UldpAvg, UldpSgd, silo_training
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.federation import FederatedStrategy
-from flower_ext.federation.client import client_method, upload
-from flower_ext.federation.messages import failures
+from flower_ext.federation.client import client_method, hidden_errors, upload
 from flower_ext.privacy import (
     AdversaryView,
     ClippedSteps,
@@ -277,7 +276,7 @@ def test_a_client_whose_training_fails_is_not_found(setup, kind):
 def test_a_client_whose_error_takes_the_place_of_its_upload_is_found(setup, kind, monkeypatch):
     monkeypatch.setattr(Protection, "hides_failures", False)
     monkeypatch.setattr(OutputPerturbation, "hides_missing_data", False)
-    for module in (failures, upload):
+    for module in (hidden_errors, upload):
         monkeypatch.setattr(module, "log_hidden", _raised)
     experiment = with_a_client_that_fails(setup, kind)
     outcome = audit(experiment, trials=FAULTY, confidence=OF_A_FAULT)

@@ -1,6 +1,5 @@
 """A method that fails sends the received model where the protection hides failures."""
 
-from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -10,10 +9,9 @@ import torch
 
 from flower_ext.data import ClientData
 from flower_ext.errors import tellable
-from flower_ext.federation.client import hidden_errors as module
 from flower_ext.federation.client.assignment import NO_DATA
 from flower_ext.federation.client.client_method import LocalResult
-from flower_ext.federation.client.hidden_errors import log_hidden
+from flower_ext.federation.client.hidden_errors import hidden_errors, log_hidden
 from flower_ext.federation.client.upload import check_finite, result_hiding_failures
 from flower_ext.federation.messages.protection import Unprotected
 from flower_ext.privacy import NonFiniteUpdate
@@ -177,8 +175,8 @@ def test_the_first_parameter_that_is_not_finite_is_named():
         check_finite(SPOILED)
 
 
-def test_one_line_of_code_leaves_one_traceback_in_the_log(logged, monkeypatch):
-    monkeypatch.setattr(module, "hidden_errors", Counter())
+def test_one_line_of_code_leaves_one_traceback_in_the_log(logged):
+    hidden_errors.clear()
     for number in range(3):
         try:
             raise ValueError(number)

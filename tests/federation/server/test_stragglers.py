@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord
 
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.errors import InvalidValue
@@ -12,8 +11,7 @@ from flower_ext.federation import FederatedStrategy, Stragglers
 from flower_ext.federation.server.stragglers import shortened
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining
-from tests.support.travelling import Recorder
-from tests.support.worlds import initial, task
+from tests.support.plans import release_plan
 
 COHORT = [3, 1, 4, 15, 9, 2, 6]
 
@@ -118,11 +116,14 @@ def test_an_exact_share_is_refused_under_privacy():
         stragglers.check([LocalTraining(epochs=5)], protects=True)
 
 
-def test_a_round_refuses_training_that_stragglers_could_not_stop_early():
-    plan = NonPrivatePlan(sampling=FullParticipation(2))
-    local = LocalTraining(steps=1)
-    strategy = FederatedStrategy(DPFedAvg(local=local), plan, stragglers=Stragglers(ratio=0.5))
-    grid = Recorder(DPFedAvg.client_app(task()), num_clients=2)
-    with pytest.raises(ValueError, match="give epochs .* or stragglers=None"):
-        strategy.configure_train(1, initial(), ConfigRecord(), grid)
-    assert not any(message.metadata.message_type.startswith("train") for message in grid.sent)
+@pytest.mark.parametrize(
+    ("plan", "local", "exact", "error"),
+    [
+        (NonPrivatePlan(sampling=FullParticipation(2)), {"steps": 1}, False, "give epochs"),
+        (release_plan(2), {"epochs": 5}, True, "stragglers.exact=True"),
+    ],
+)
+def test_stragglers_that_do_not_fit_are_refused_before_any_round(plan, local, exact, error):
+    stragglers = Stragglers(ratio=0.5, exact=exact)
+    with pytest.raises(InvalidValue, match=error):
+        FederatedStrategy(DPFedAvg(local=LocalTraining(**local)), plan, stragglers=stragglers)
