@@ -130,6 +130,14 @@ def read_answer(reply: Message, record: str = records.ANSWER) -> Arrays:
         raise RefusedReply(f"the answer cannot be read: {error}") from error
 
 
+def read_message(reply: Message, *names: str, record: str = records.ANSWER) -> tuple[str, bytes]:
+    """Return the name and the bytes of the only array in a record of a reply.
+
+    Refuse any other content, and a name that is not in ``names``.
+    """
+    return records.single_message(read_answer(reply, record), *names)
+
+
 def read_count(reply: Message, name: str) -> int:
     """Return the number ``name`` of a client's answer; refuse anything but 0 … `LARGEST_SIZE`."""
     count = read_answer(reply).get(name)

@@ -44,14 +44,8 @@ from flower_ext.federation.messages.records import (
     bytes_record,
     flattened,
     shaped,
-    single_message,
 )
-from flower_ext.federation.messages.replies import (
-    LONGEST_REASON,
-    RefusedReply,
-    read_answer,
-    read_metrics,
-)
+from flower_ext.federation.messages.replies import LONGEST_REASON, read_message, read_metrics
 from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.federation.storage.memory import OF_MASKED_SUM, ClientVault
 from flower_ext.federation.sums.summation import (
@@ -162,7 +156,7 @@ class OpenMaskedSum(OpenSum):
         `add` has nothing left to do, because a sum of integers does not depend on the order.
         """
         metrics = read_metrics(reply)
-        self._add(reply, single_message(read_answer(reply, records.UPDATE), SENT)[1])
+        self._add(reply, read_message(reply, SENT, record=records.UPDATE)[1])
         return Update({}, metrics)
 
     def close(self) -> Aggregate:
@@ -199,23 +193,14 @@ class OpenMaskedSum(OpenSum):
         answers = self._clients.ask(
             contents,
             self._opening.server_round,
-            lambda reply: self._add(reply, single_message(read_answer(reply), stage)[1]),
+            lambda reply: self._add(reply, read_message(reply, stage)[1]),
         )
         for _ in answers:
             pass  # `ask` has refused each answer for which `_add` raised an error
 
     def _add(self, reply: Message, data: bytes) -> None:
-        """Hand a reply's message to the protocol; refuse one in the name of another member."""
-        if (kind := self._server.awaited) is None:
-            raise RefusedReply("a message after the last stage: expected none")
-        message = kind.from_bytes(data, self._context)
-        member = self._members[self._clients.partition_of(reply)]
-        if message.member != member:
-            raise RefusedReply(
-                f"member={message.member}: expected {member}, the number of the client that sent "
-                "the message"
-            )
-        self._server.add(message)
+        """Hand the bytes in a reply to the protocol."""
+        self._server.receive(self._members[self._clients.partition_of(reply)], data)
 
     def _report_faults(self) -> None:
         """Log each fault that the server found in secret shares, and add it to the refusals."""

@@ -38,8 +38,8 @@ from flwr.app import ArrayRecord, Message
 from flower_ext.errors import FlowerExtError, IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.federation.messages import records
 from flower_ext.federation.messages.exchange import Clients
-from flower_ext.federation.messages.records import Arrays, bytes_record, shaped, single_message
-from flower_ext.federation.messages.replies import RefusedReply, read_answer, read_metrics
+from flower_ext.federation.messages.records import Arrays, bytes_record, shaped
+from flower_ext.federation.messages.replies import RefusedReply, read_message, read_metrics
 from flower_ext.federation.messages.roster import FederationNotReady
 from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
@@ -236,7 +236,7 @@ class OpenWeightedSum(OpenSum):
 
     def read(self, reply: Message) -> Update:
         """Keep a silo's masked sum until `close`, or note that the silo has lost its keys."""
-        name, data = single_message(read_answer(reply, records.UPDATE), SUM, LOST)
+        name, data = read_message(reply, SUM, LOST, record=records.UPDATE)
         if name == LOST and data != b"\0":
             raise RefusedReply(f"a notice of lost keys (array {LOST!r}): expected one zero byte")
         silo = self._opening.clients.partition_of(reply)
@@ -322,8 +322,8 @@ def _converse(dialogue: Dialogue[T], clients: Clients) -> T:
             silo: {WEIGHTED_SUM: bytes_record(step.name, question)}
             for silo, question in step.questions.items()
         }
-        answers = clients.ask_all(contents, partial(_read_answer, step.name))
 
+        def read(reply: Message, name: str = step.name) -> bytes:
+            return read_message(reply, name)[1]
 
-def _read_answer(step: str, reply: Message) -> bytes:
-    return single_message(read_answer(reply), step)[1]
+        answers = clients.ask_all(contents, read)

@@ -103,6 +103,26 @@ class SumServer:
             for member, neighbors in enumerate(self._graph)
         }
 
+    def receive(self, member: int, data: bytes) -> None:
+        """Take the bytes of a member's message of the open stage; see `add`.
+
+        Raises
+        ------
+        ProtocolError
+            As in `add`, or no stage is open.
+        InvalidValue
+            The bytes are malformed, or the message is in the name of another member.
+        """
+        if self.awaited is None:
+            raise ProtocolError("a message after the last stage: expected none")
+        message = self.awaited.from_bytes(data, self._context)
+        if message.member != member:
+            raise InvalidValue(
+                f"member={message.member}: expected {member}, the number of the client that sent "
+                "the message"
+            )
+        self.add(message)
+
     def add(self, message: Answer) -> None:
         """Take a member's message of the open stage. Messages may come in any order.
 
