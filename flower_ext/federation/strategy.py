@@ -28,7 +28,8 @@ from flower_ext.federation.server.run_loop import RunLoop
 from flower_ext.federation.server.spending import Spending
 from flower_ext.federation.server.stragglers import Stragglers
 from flower_ext.federation.sums.masked import MaskedSum
-from flower_ext.federation.sums.summation import PlainSum, Summation
+from flower_ext.federation.sums.plain import PlainSum
+from flower_ext.federation.sums.summation import Summation
 from flower_ext.privacy import Budget, Guarantee, Ledger, PrivacyPlan
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum

@@ -11,7 +11,8 @@ from flower_ext.algorithms.uldp import UldpAvg, weighted_sum
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.sums.masked import MaskedSum
-from flower_ext.federation.sums.summation import PlainSum, Summation
+from flower_ext.federation.sums.plain import PlainSum
+from flower_ext.federation.sums.summation import Summation
 from flower_ext.privacy import (
     AdaptiveClipping,
     CorrelatedNoise,

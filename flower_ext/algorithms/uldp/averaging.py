@@ -113,9 +113,11 @@ def users_of_round(work: ClientWork) -> tuple[dict[int, Examples], UsersTotal]:
             "clips each user's update"
         )
     data = owned(work.data, num_users)
-    total = work.hidden_sum(num_users, protection.clipping_norm) or WeightedTotal(
-        work.received, protection, read_weights(work).tolist()
-    )
+    total: UsersTotal
+    if work.hidden_sum is None:
+        total = WeightedTotal(work.received, protection, read_weights(work).tolist())
+    else:
+        total = work.hidden_sum(num_users, protection.clipping_norm)
     users = {user: records for user, records in data.by_user().items() if total.includes(user)}
     return users, total
 

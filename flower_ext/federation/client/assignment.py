@@ -17,6 +17,7 @@ from flower_ext.federation.client.user_draws import draw_users, draws_vault
 from flower_ext.federation.messages.protection import Unprotected
 from flower_ext.federation.storage.memory import ClientMemory
 from flower_ext.federation.sums.summation import ClientSum
+from flower_ext.federation.sums.weighted_silo import WeightedSilo
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.mechanisms.protections import ClipSteps, ObjectivePerturbation, Protection
@@ -85,7 +86,9 @@ def assign(
         # Libraries may round differently if clients train in one batch, but no bit of an upload may
         # depend on the other clients.
         batch_invariant=not alone and protection.bounds_uploads,
-        hidden_sum=partial(client_sum.hidden_sum, request.training_round, request.received),
+        hidden_sum=partial(client_sum.hidden_sum, request.training_round, request.received)
+        if isinstance(client_sum, WeightedSilo)
+        else None,
         # Cached, because a silo repeats failed work without data, for the same users.
         draw_users=cache(partial(draw_users, task, draws, run, request.training_round)),
     )

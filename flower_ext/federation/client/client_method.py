@@ -64,10 +64,10 @@ class ClientWork:
     batch_invariant : bool
         True if no bit of this client's result may depend on the other trainings in its batch (see
         `train_groups`).
-    hidden_sum : Callable[[int, float], HiddenSum | None]
-        Begins and returns this silo's contribution to a `weighted_sum`; returns None if the server
-        asks for no such sum. The arguments are the number of users in all silos together, and the
-        clipping norm of a user's update.
+    hidden_sum : Callable[[int, float], HiddenSum], optional
+        Begins and returns this silo's contribution to a `weighted_sum`; None if the server asks for
+        no such sum. The arguments are the number of users in all silos together, and the clipping
+        norm of a user's update.
     draw_users : Callable[[PoissonSampling], list[int]]
         Returns the users that all silos draw for this round, the same at every call.
     """
@@ -89,7 +89,7 @@ class ClientWork:
     noise: NoiseSource = field(default_factory=SecureNoise)
     step_noise: Mapping[str, StepNoise] = field(default_factory=dict)
     batch_invariant: bool = False
-    hidden_sum: Callable[[int, float], HiddenSum | None] = lambda users, bound: None
+    hidden_sum: Callable[[int, float], HiddenSum] | None = None
     draw_users: Callable[[PoissonSampling], list[int]] = lambda sampling: []
 
     def initial_params(self) -> Params:

@@ -31,7 +31,8 @@ from flower_ext.federation.server.run_guarantees import charge, summary_of
 from flower_ext.federation.server.spending import Spending
 from flower_ext.federation.server.stragglers import shortened
 from flower_ext.federation.storage.checkpoint import BegunRound
-from flower_ext.federation.sums.summation import Opening, OpenSum, PlainSum, Summation
+from flower_ext.federation.sums.plain import PlainSum
+from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.privacy import secure_generator
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.mechanisms.noised_sum import QuerySum

@@ -1,1 +1,1 @@
-"""Sums of the clients' contributions: plain, or masked so that nobody sees a contribution."""
+"""Sums of the clients' contributions: plain, masked, or weighted under encryption."""

@@ -90,11 +90,13 @@ class MaskedSum(Summation):
 
     def open(self, opening: Opening) -> OpenMaskedSum:
         """Ask the cohort to agree on masks; clients that fail to agree leave the cohort."""
-        return OpenMaskedSum(self.mechanism, opening)
+        opened = OpenMaskedSum(self.mechanism, opening)
+        opened.agree()
+        return opened
 
 
 class OpenMaskedSum(OpenSum):
-    """The masked sum of one round, after its members have agreed on masks."""
+    """The masked sum of one round; its members have agreed on masks once `agree` has returned."""
 
     _mechanism: NoisedSum
 
@@ -123,7 +125,17 @@ class OpenMaskedSum(OpenSum):
             length=sum(array.size for array in self._like.values()),
         )
         self._server = SumServer(self._context, graph)
+        self._deliveries: Mapping[int, Delivery] = {}
         self._unmasking = False
+
+    def agree(self) -> None:
+        """Let the members agree on masks; those that fail leave the cohort.
+
+        Raises
+        ------
+        RoundDiscarded
+            Too few members are left.
+        """
         try:  # a message delivers the shares that a member's neighbours encrypted for it
             self._ask(BEGIN, self._server.invitations())
             self._ask(KEYS, self._server.keys())
@@ -131,7 +143,7 @@ class OpenMaskedSum(OpenSum):
         except IncompleteRound as error:
             raise RoundDiscarded(str(error)) from error
         ready = sorted(self._partitions[member] for member in self._deliveries)
-        self.cohort = replace(opening.cohort, partitions=ready)
+        self.cohort = replace(self.cohort, partitions=ready)
 
     def upload_counts(self, answered: int | None = None) -> UploadCounts:
         """Return the least number of answers in an unmasked sum, and of honest ones among them.

@@ -11,7 +11,8 @@ from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import FederatedStrategy, InProcessGrid, RefusedReply, Stragglers
 from flower_ext.federation.messages import records
 from flower_ext.federation.population import Cohort
-from flower_ext.federation.sums.summation import Opening, PlainSum
+from flower_ext.federation.sums.plain import PlainSum
+from flower_ext.federation.sums.summation import Opening
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, RecordLevelPlan, ReleasePlan
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary

@@ -14,7 +14,8 @@ from flower_ext.federation.messages.records import to_bytes_array
 from flower_ext.federation.messages.replies import read_answer
 from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.federation.sums.masked import MASKED_SUM, MaskedMember
-from flower_ext.federation.sums.summation import PlainSum, SumMessage
+from flower_ext.federation.sums.plain import PlainSum
+from flower_ext.federation.sums.summation import SumMessage
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise, Protection
 from tests.support.protected_updates import CLIENTS, initial, private_plan, task
 
