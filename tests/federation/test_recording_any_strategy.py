@@ -147,6 +147,20 @@ def test_another_run_under_the_same_name_is_refused_by_what_differs(tmp_path, ch
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
+class Decaying(Upcycled):
+    """A wrapper with a setting of its own."""
+
+    def __init__(self, base, decay):
+        super().__init__(base)
+        self.decay = decay
+
+
+def test_a_run_is_refused_with_another_setting_of_its_wrapper(tmp_path):
+    play(tmp_path / "run", dies_in=3, wrap=lambda base: Decaying(base, 0.5))
+    with pytest.raises(UnfitSetting, match=r"decay=0\.9 \(it began with 0\.5\)"):
+        play(tmp_path / "run", wrap=lambda base: Decaying(base, 0.9))
+
+
 @pytest.mark.parametrize(
     ("method_of", "named"),
     [

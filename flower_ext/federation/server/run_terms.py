@@ -18,7 +18,8 @@ from flower_ext.training import LocalTraining
 def terms_of(run: Run, player: Strategy) -> dict[str, Any]:
     """Return a run's method, plan, sum and options as plain values by name.
 
-    ``player`` is the run's strategy, or a wrapper around it.
+    ``player`` is the run's strategy, or a wrapper around it. A wrapper has the run's strategy, or
+    another wrapper, as ``base``. Its other public attributes are terms, too.
     """
     method, plan, of_method = run.method, _fields(run.plan), dict[str, Any]()
     for name, value in _fields(method).items():
@@ -28,7 +29,12 @@ def terms_of(run: Run, player: Strategy) -> dict[str, Any]:
         elif not method.any_client_app or value != LocalTraining():
             of_method[f"training-{name}"] = value
     # Joined by hyphens: the names of a wrapper, of the method and of a strategy in `Hosted`.
-    wrappers = [type(player).__name__] if hasattr(player, "base") else []
+    wrappers, of_wrappers = list[str](), dict[str, Any]()
+    while hasattr(player, "base"):
+        wrappers.append(type(player).__name__)
+        public = {name: value for name, value in vars(player).items() if name[0] != "_"}
+        player = public.pop("base")
+        of_wrappers |= public
     incidental = ("timeout", "state_key_file")
     terms = {
         "method": "-".join(dict.fromkeys([*wrappers, method.name, method.label])),
@@ -39,7 +45,7 @@ def terms_of(run: Run, player: Strategy) -> dict[str, Any]:
         **of_method,
         **{n: value for n, value in _fields(run.options).items() if n not in incidental},
         "seed": run.options.seed or 0,
-        "coefficient": getattr(player, "coefficient", None),
+        **of_wrappers,
     }
     settings = {name.replace("_", "-"): _plain(value) for name, value in terms.items()}
     return {name: value for name, value in settings.items() if value != ""}
