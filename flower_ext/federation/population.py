@@ -81,8 +81,8 @@ class Population:
         Units are left out after the draw, so that a withdrawal does not change the draw of other
         units. A drawn unit that withdrew still counts as drawn.
         """
-        kept = [partition for partition in cohort.partitions if partition not in withdrawn]
-        return replace(cohort, partitions=kept)
+        staying = [partition for partition in cohort.partitions if partition not in withdrawn]
+        return replace(cohort, partitions=staying)
 
     def count(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
         """Count a round: its units, its number of usable uploads, and its number of requests."""

@@ -298,9 +298,9 @@ class recorded:
         }
         if self._path is not None:
             if (self._path / "run.json").is_file():
-                kept = RunDirectory.open(self._path)
-                done = int(kept.metrics().last)
-                if kept.status == "completed" and num_rounds <= done:
+                run = RunDirectory.open(self._path)
+                done = int(run.metrics().last)
+                if run.status == "completed" and num_rounds <= done:
                     raise InvalidValue(
                         f"{self._path} holds a run that is complete, after {done} rounds: for a "
                         "new run, give recorded(...) a different name, or no name; to continue "

@@ -218,20 +218,20 @@ class ExponentialAverage(Checked):
 
     decay: ProperFraction = 0.9
 
-    def add(self, model: Arrays, kept: Moments) -> Moments:
-        """Return ``kept`` with ``model`` added; ``kept`` is empty before the first model."""
-        weight = {"total": np.array(0.0)} if not kept else kept["weight"]
-        before = kept.get("sum") or _zeros(model)
+    def add(self, model: Arrays, stored: Moments) -> Moments:
+        """Return ``stored`` with ``model`` added; ``stored`` is empty before the first model."""
+        weight = {"total": np.array(0.0)} if not stored else stored["weight"]
+        before = stored.get("sum") or _zeros(model)
         total = self.decay * weight["total"] + 1
         return {
             "sum": {name: self.decay * before[name] + x for name, x in model.items()},
             "weight": {"total": total},
         }
 
-    def average(self, kept: Moments) -> Arrays:
+    def average(self, stored: Moments) -> Arrays:
         """Return the average of the models that were added."""
-        total = kept["weight"]["total"]
-        return {name: (s / total).astype(s.dtype) for name, s in kept["sum"].items()}
+        total = stored["weight"]["total"]
+        return {name: (s / total).astype(s.dtype) for name, s in stored["sum"].items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,14 +251,14 @@ class TailAverage(Checked):
 
     last: Count = 5
 
-    def add(self, model: Arrays, kept: Moments) -> Moments:
-        """Return ``kept`` with ``model`` added; ``kept`` is empty before the first model."""
-        models = [*kept.values(), model][-self.last :]
+    def add(self, model: Arrays, stored: Moments) -> Moments:
+        """Return ``stored`` with ``model`` added; ``stored`` is empty before the first model."""
+        models = [*stored.values(), model][-self.last :]
         return {str(number): dict(one) for number, one in enumerate(models)}
 
-    def average(self, kept: Moments) -> Arrays:
-        """Return the mean of the kept models."""
-        models = list(kept.values())
+    def average(self, stored: Moments) -> Arrays:
+        """Return the mean of the models that are kept."""
+        models = list(stored.values())
         return {
             name: np.mean([model[name] for model in models], axis=0).astype(x.dtype)
             for name, x in models[0].items()

@@ -175,13 +175,13 @@ def _ask_identities(
     first_clients = nodes[:: getattr(grid, "clients_per_node", 1)]
     questions = [message_like(like, question, dst_node_id=node) for node in first_clients]
     # Simulated nodes run one ClientApp, so ask one node first: a failure then occurs only once.
-    one, others = (questions[:1], questions[1:]) if simulates(grid) else (questions, [])
+    first, others = (questions[:1], questions[1:]) if simulates(grid) else (questions, [])
     reported: dict[int, object] = {}
     received = False
     waiting, first_error = {message.metadata.dst_node_id for message in questions}, ""
 
     def answers() -> Iterator[Message]:
-        yield from replies(grid, one, timeout=timeout)
+        yield from replies(grid, first, timeout=timeout)
         if reported and others:
             yield from replies(grid, others, timeout=timeout)
 

@@ -100,9 +100,9 @@ def leave_out_withdrawn(run: Run) -> None:
         )
     # The node may be missing while the state, from a checkpoint, has the uploads of its client.
     run.state = run.method.forget(leaving, run.method_state, run.plan.sampling.population)
-    for kept in (run.remembered, run.client_metrics):
-        for partition in leaving & set(kept):
-            del kept[partition]
+    for by_partition in (run.remembered, run.client_metrics):
+        for partition in leaving & set(by_partition):
+            del by_partition[partition]
     if account is None or not leaving & set(clients.nodes):
         return
     entries = Ledger.read(account)
@@ -127,12 +127,12 @@ def _check_foreign(run: Run, *, mod: bool) -> None:
             "the nodes' ClientApp does not use this package and cannot answer a query with noise; "
             "build it with client_app(task)"
         )
-    said = f" (the first error was: {roster.first_error})" if roster.first_error else ""
+    first_error = f" (the first error was: {roster.first_error})" if roster.first_error else ""
     fix = f"build the ClientApp with {run.method.name}.client_app(task)"
     if not run.method.any_client_app:
         raise FederationNotReady(
             f"the ClientApp does not know {run.method.name}, which trains in its own way on the "
-            f"clients: {fix}{said}"
+            f"clients: {fix}{first_error}"
         )
     if mechanism.client_protects and not roster.protects:
         mods = (
@@ -141,7 +141,8 @@ def _check_foreign(run: Run, *, mod: bool) -> None:
         )
         raise FederationNotReady(
             "under this plan the clients add the noise, but the ClientApp does not know how: "
-            f"{mods if mod else ''}{fix}, or take a ReleasePlan with noise_placement='server'{said}"
+            f"{mods if mod else ''}{fix}, or take a ReleasePlan with noise_placement='server'"
+            f"{first_error}"
         )
     log.info("the ClientApp does not use this package: it gets plain train and evaluate messages")
 
@@ -162,12 +163,12 @@ def rehearse(run: Run, config: ConfigRecord) -> None:
         records.ROUND: ConfigRecord({REHEARSAL: True}),
     }
     trusted = not run.mechanism.client_protects
-    asked, reason = set[int](), "no answer"
+    rehearsed, reason = set[int](), "no answer"
     for _ in range(3):
         leave_out_withdrawn(run)
-        if (partition := next((p for p in clients.nodes if p not in asked), None)) is None:
+        if (partition := next((p for p in clients.nodes if p not in rehearsed), None)) is None:
             break
-        asked.add(partition)
+        rehearsed.add(partition)
         messages = clients.messages("train", {partition: content}, 1)
         for reply in clients.replies(messages.values()):
             try:
@@ -181,7 +182,7 @@ def rehearse(run: Run, config: ConfigRecord) -> None:
         "client_level_dp_mod first: an earlier mod finds no metrics, and must not change an upload"
     )
     raise FederationNotReady(
-        f"the ClientApp cannot take part: none of {len(asked)} clients returned a "
+        f"the ClientApp cannot take part: none of {len(rehearsed)} clients returned a "
         f"usable update for the rehearsal ({reason}). No round began, and no "
         f"privacy was spent{mods if roster.protects else ''}"
     )

@@ -75,11 +75,11 @@ class QueryRound:
         # Count before asking any client: from here on, clients may have sent their vectors.
         run.checkpoints.begin_query(query.name, number)
         self._mechanism.count_answer(run.participations)
-        nodes = [*run.clients.nodes]
+        clients = [*run.clients.nodes]
         opening = Opening(
             clients=run.clients,
             population=run.population,
-            cohort=Cohort(partitions=nodes, units=nodes, population=len(nodes)),
+            cohort=Cohort(partitions=clients, units=clients, population=len(clients)),
             number=number,
             server_round=server_round,
             noise=run.options.noise("query-noise", query.name, number),

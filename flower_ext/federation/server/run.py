@@ -320,9 +320,9 @@ class Run:
         }
         self.checkpoints.save(server_round, values, groups)
 
-    def restore(self, kept: Stored) -> None:
+    def restore(self, checkpoint: Stored) -> None:
         """Restore a checkpoint of the same terms and model, except for the state of the sums."""
-        values = kept.values
+        values = checkpoint.values
         self.population.participations = Participations.from_dict(values["participations"])
         self.num_examples = dict(values["num_examples"])
         self.client_metrics = dict(values["client_metrics"])
@@ -330,5 +330,5 @@ class Run:
         self.clients.refusals.extend(values["refusals"])
         self.clients.refused = values["refused"]
         self.summation.mechanism = self.mechanism.restored(values["mechanism"])
-        self.state = State.of_groups(kept.arrays)
-        self.companions = groups_under(_WRAPPER, kept.arrays)
+        self.state = State.of_groups(checkpoint.arrays)
+        self.companions = groups_under(_WRAPPER, checkpoint.arrays)

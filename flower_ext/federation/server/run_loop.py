@@ -191,18 +191,18 @@ class RunLoop:
         run, directory = self.run, self.run.directory
         if directory is None:
             return initial, 0
-        kept = run.checkpoints.newest() if directory.resumed else None
-        if kept is not None:
-            run.check_model(kept.arrays[MODEL])
+        checkpoint = run.checkpoints.newest() if directory.resumed else None
+        if checkpoint is not None:
+            run.check_model(checkpoint.arrays[MODEL])
         terms = terms_of(run, self.player)
         check_same(directory.path, directory.first_terms(terms), terms)
         if not directory.resumed:
             return initial, 0
-        done = 0 if kept is None else int(kept.values["round"])
-        arrays = initial if kept is None else records.to_record(kept.arrays[MODEL])
-        is_unfinished = kept is not None and done < self.num_rounds
-        if kept is not None:
-            self._restore(kept, arrays if is_unfinished else None)
+        done = 0 if checkpoint is None else int(checkpoint.values["round"])
+        arrays = initial if checkpoint is None else records.to_record(checkpoint.arrays[MODEL])
+        is_unfinished = checkpoint is not None and done < self.num_rounds
+        if checkpoint is not None:
+            self._restore(checkpoint, arrays if is_unfinished else None)
         num_abandoned = self._count_begun_rounds()
         if is_unfinished and not run.clients.roster.known:
             run.population.equalise_counts()  # a node may have had another partition before
@@ -217,10 +217,10 @@ class RunLoop:
         )
         return arrays, done
 
-    def _restore(self, kept: Stored, model: ArrayRecord | None) -> None:
+    def _restore(self, checkpoint: Stored, model: ArrayRecord | None) -> None:
         """Restore a checkpoint; ``model`` is None if no rounds, and so no clients, are needed."""
         run, budget = self.run, self.run.spending.budget
-        run.restore(kept)
+        run.restore(checkpoint)
         if budget is not None and budget.ledger is not None:  # before any client is asked
             least = {"": min(1, run.participations.rounds)}
             check_charged(budget.ledger, run.checkpoints.run_id, least)
@@ -228,7 +228,7 @@ class RunLoop:
         # set-up or of the checkpoint.
         if model is not None:
             connect(run, self.grid, model)
-        run.summation.restore(kept.arrays)
+        run.summation.restore(checkpoint.arrays)
         run.population.forget_order()
 
     def _count_begun_rounds(self) -> int:
@@ -252,11 +252,11 @@ class RunLoop:
         run, budget = self.run, self.run.spending.budget
         rounds, answers = run.participations.rounds, run.participations.answers
         # Without a checkpoint or with an older one, the run would forget what clients uploaded.
-        made = len(directory.metrics().series("answered")[0])
-        if rounds < made and not run.repeats:
+        num_answered = len(directory.metrics().series("answered")[0])
+        if rounds < num_answered and not run.repeats:
             raise Damaged(
                 f"{directory.path / FOLDER} counts {rounds} training rounds, and metrics.jsonl has "
-                f"{made}: expected the newest files; restore them, or begin a new run"
+                f"{num_answered}: expected the newest files; restore them, or begin a new run"
             )
         if budget is not None and budget.ledger is not None and run.mechanism.delta is not None:
             check_charged(budget.ledger, run.checkpoints.run_id, {"": rounds, **answers})
@@ -274,13 +274,14 @@ class RunLoop:
         versions = run.clients.ask_all(everyone, partial(read_count, name="version"))
         lost = [p for p, version in sorted(versions.items()) if version < needed.get(p, 0)]
         if lost:
-            kept = versions[lost[0]]
+            newest = versions[lost[0]]
+            now = f"only that of round {newest}" if newest else "none"
             raise FederationNotReady(
                 f"partitions {lost[:10]}{' …' if len(lost) > 10 else ''} no longer have the memory "
                 f"that {run.method.name} needs, so the run cannot continue: begin a new run. "
                 f"Partition {lost[0]} stored memory in training round {needed[lost[0]]}, and has "
-                f"{f'only that of round {kept}' if kept else 'none'} now. To keep memory when a "
-                "process ends, name a state-folder: in the node config of each SuperNode, in the "
-                "settings of a simulation, or by InProcessGrid(..., {'state-folder': PATH}). A "
-                "method that keeps no memory declares ClientMethod(memory=Memory.NONE)"
+                f"{now} now. To keep memory when a process ends, name a state-folder: in the node "
+                "config of each SuperNode, in the settings of a simulation, or by "
+                "InProcessGrid(..., {'state-folder': PATH}). A method that keeps no memory declares "
+                "ClientMethod(memory=Memory.NONE)"
             )
