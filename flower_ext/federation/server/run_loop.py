@@ -282,6 +282,6 @@ class RunLoop:
                 f"Partition {lost[0]} stored memory in training round {needed[lost[0]]}, and has "
                 f"{now} now. To keep memory when a process ends, name a state-folder: in the node "
                 "config of each SuperNode, in the settings of a simulation, or by "
-                "InProcessGrid(..., {'state-folder': PATH}). A method that keeps no memory declares "
-                "ClientMethod(memory=Memory.NONE)"
+                "InProcessGrid(..., {'state-folder': PATH}). A method that keeps no memory "
+                "declares ClientMethod(memory=Memory.NONE)"
             )
