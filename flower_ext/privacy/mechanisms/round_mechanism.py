@@ -33,22 +33,6 @@ class Aggregate:
     topped_up_stddev: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class NoisedValue:
-    """A value that gets Gaussian noise: a sum, a client's upload, or one step of its training."""
-
-    clipping_norm: float
-    """Bound on each update, or on each model, that clients send."""
-    sensitivity: float
-    """Largest L2 distance by which one unit moves the value."""
-    stddev: float
-    """Standard deviation of the noise in each coordinate of the value."""
-    upload_stddev: float
-    """Stddev of the noise in one upload; 0 if the server adds the noise, or sees only sums."""
-    per_round: int = 1
-    """Number of such values in a round that depend on the same unit."""
-
-
 class RoundMechanism(ABC):
     """A round's mechanism: it protects uploads, adds them up, and computes the run's guarantees.
 
@@ -97,13 +81,6 @@ class RoundMechanism(ABC):
 
     def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
         """Return the protection that each client of a cohort applies to its upload."""
-        return None
-
-    def noised_value(self, run: RunSummary, cohort_size: int) -> NoisedValue | None:
-        """Return the value that gets the round's noise; None if no value gets Gaussian noise.
-
-        ``cohort_size`` is the number of clients that the round asks.
-        """
         return None
 
     def upload_like(self, model: dict[str, Any]) -> dict[str, Any]:

@@ -13,11 +13,9 @@ from flower_ext.checks import Checked, ProperFraction
 from flower_ext.privacy.base_plan import PlainAverage
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.protections import OutputPerturbation, Perturbation, Protection
-from flower_ext.privacy.mechanisms.round_mechanism import NoisedValue
 from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.upcycled_theorem import (
     LocalObjective,
-    clipped_model_sensitivity,
     epsilons_by_client,
     perturbation_guarantees,
 )
@@ -91,24 +89,6 @@ class PerturbationPlan(Checked, PlainAverage):
             return self.perturbation
         least = self.objective_in(run).least_examples()
         return replace(self.perturbation, least_examples=least)
-
-    def noised_value(self, run: RunSummary, cohort_size: int) -> NoisedValue | None:
-        """Return the local model with the largest sensitivity of all clients' models.
-
-        Return None under objective perturbation.
-        """
-        perturbation, objective = self.perturbation, self.objective_in(run)
-        if not isinstance(perturbation, OutputPerturbation):
-            return None
-        sizes = run.num_examples.values()
-        moves = [clipped_model_sensitivity(perturbation, objective, n) for n in sizes]
-        moved, stddev = max(moves, default=math.inf), perturbation.noise_stddev
-        return NoisedValue(
-            clipping_norm=perturbation.clipping_norm,
-            sensitivity=moved,
-            stddev=stddev,
-            upload_stddev=stddev,
-        )
 
     def guarantees(self, run: RunSummary) -> list[Guarantee]:
         """Return the published and the provable guarantee; each ε is the largest of all clients."""

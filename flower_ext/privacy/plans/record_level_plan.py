@@ -9,7 +9,7 @@ from flower_ext.privacy.accounting.sampling import Sampling
 from flower_ext.privacy.base_plan import PlainAverage
 from flower_ext.privacy.guarantee import Basis, Guarantee
 from flower_ext.privacy.mechanisms.protections import ClipSteps, OutputPerturbation, Protection
-from flower_ext.privacy.mechanisms.round_mechanism import NoisedValue, RoundMechanism
+from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.theorems.dp_ditto_theorem import (
     ClippedSteps,
@@ -161,17 +161,6 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
             gradient_clipping_norm=self.steps.gradient_clipping_norm,
             noise_stddev=self.noise_stddev,
             num_examples=self.num_examples,
-        )
-
-    def noised_value(self, run: RunSummary, cohort_size: int) -> NoisedValue:
-        """Return a client's model or, with ``steps``, one of its local steps."""
-        moved, uses = noised_values(self.clipping_norm, self.steps)
-        return NoisedValue(
-            clipping_norm=self.clipping_norm,
-            sensitivity=moved,
-            stddev=self.noise_stddev,
-            upload_stddev=self.upload_stddev,
-            per_round=uses,
         )
 
     def guarantees(self, run: RunSummary) -> list[Guarantee]:

@@ -27,7 +27,7 @@ from flower_ext.privacy.mechanisms.adaptive_clipping import (
 from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise, Protection
-from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, NoisedValue
+from flower_ext.privacy.mechanisms.round_mechanism import Aggregate
 from flower_ext.privacy.mechanisms.updates import NamedArrays, RunningSum
 from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.client_level import client_level_guarantees
@@ -49,16 +49,6 @@ _SPACED = (
 @dataclass(frozen=True, kw_only=True)
 class ReleaseMechanism(NoisedSum):
     """A `NoisedSum` with its guarantees."""
-
-    def noised_value(self, run: RunSummary, cohort_size: int) -> NoisedValue:
-        """Return the sum of the cohort's uploads."""
-        seen = self.secure_sum is None
-        return NoisedValue(
-            clipping_norm=self.clipping_norm,
-            sensitivity=self.clipping_norm * self.sensitivity,
-            stddev=self.noise_stddev,
-            upload_stddev=self.client_noise_stddev(cohort_size) if seen else 0.0,
-        )
 
     def guarantees(self, run: RunSummary) -> list[Guarantee]:
         """Return the provable guarantee against each adversary. The units must be clients."""
@@ -165,17 +155,6 @@ class SpacedRelease(ReleaseMechanism):
     def mean_noise_stddev(self) -> float:
         """Stddev of the whole noise in each coordinate of the mean of the last planned round."""
         return super().mean_noise_stddev * float(np.linalg.norm(self.strategy.inverse(self.rounds)))
-
-    def noised_value(self, run: RunSummary, cohort_size: int) -> NoisedValue:
-        """Return the first round's sum, with a sensitivity that stands for the whole run.
-
-        With this sensitivity, the noise multiplier of the sum equals that of the run. The first
-        round stands for the run, because later noise depends on the noise of earlier rounds.
-        """
-        value = super().noised_value(run, cohort_size)
-        stddev = value.stddev * float(self.strategy.inverse(1)[0])
-        moved = stddev * self.sensitivity / self.noise_multiplier
-        return replace(value, stddev=stddev, sensitivity=moved)
 
     def release_in(self, number: int) -> Release:
         """Return the release of round ``number`` for the client about which it reveals most."""

@@ -11,6 +11,7 @@ from flower_ext.federation.server.run_guarantees import summary_of
 from flower_ext.privacy import FullParticipation, NeighboringRelation, Release
 from flower_ext.privacy.mechanisms.protections import ClipSteps, ObjectivePerturbation
 from flower_ext.privacy.plans.release_mechanism import AdaptiveRelease, SpacedRelease
+from flower_ext_check.noised_value import noised_value
 
 _LARGEST_COHORT = 1000
 
@@ -86,7 +87,7 @@ def mechanism_of(strategy: FederatedStrategy, rounds: int) -> Mechanism:
         mechanism = replace(mechanism, adaptive_norm=mechanism.clipping.initial_norm)
     sampling, protection = mechanism.sampling, mechanism.protection(summary, 1)
     sizes = range(1, min(sampling.population, _LARGEST_COHORT) + 1)
-    values = [mechanism.noised_value(summary, size) for size in sizes]
+    values = [noised_value(mechanism, summary, size) for size in sizes]
     if (value := values[0]) is None:
         inside = f"the noise of {type(mechanism).__name__} is inside the training on the client"
         if isinstance(protection, ObjectivePerturbation):
