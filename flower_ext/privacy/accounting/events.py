@@ -1,8 +1,8 @@
-"""Releases: noised sums as accounting sees them, and their events in dp-accounting.
+"""Releases: noised sums as accounting sees them, and their privacy losses.
 
 Under replace-one, the two accountants of dp-accounting 0.6 differ: PLD doubles a Gaussian's
-sensitivity, and RDP does not. For replace-one, this module therefore gives the accountants a
-Gaussian that already has sensitivity 2, and lets no accountant double this sensitivity.
+sensitivity, and RDP does not. For replace-one, the accountants therefore get a Gaussian that
+already has sensitivity 2 (`Release.relative_noise`), and no accountant doubles this sensitivity.
 
 In this table, C is the clipping norm, and *spaced* stands for `SpacedSampling`:
 
@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from flower_ext.checks import Checked, NotNegative
 from flower_ext.errors import InvalidValue
@@ -42,9 +41,6 @@ from flower_ext.privacy.accounting.sampling import (
     SpacedSampling,
 )
 from flower_ext.privacy.units import NeighboringRelation
-
-if TYPE_CHECKING:  # importing it takes a second, so only the functions that need it do
-    import dp_accounting
 
 MOST_NOISE = 1e7
 """Largest relative noise in the accounting. Larger noise would overflow RDP, and counts as 1e7."""
@@ -135,26 +131,6 @@ class Release(Checked, JsonRecord):
             and self.sampling.size < self.sampling.population
             and self.relation is NeighboringRelation.REPLACE_ONE
         )
-
-    @property
-    def event(self) -> dp_accounting.DpEvent:
-        """The release as an event of dp-accounting, with `relative_noise` as noise multiplier.
-
-        A Gaussian event assumes that one unit moves the sum by one norm bound at most. Under
-        replace-one, a unit may move the sum by two norm bounds, so the event has half of
-        `noise_multiplier`.
-        """
-        import dp_accounting
-
-        gaussian = dp_accounting.GaussianDpEvent(self.relative_noise)
-        if self.poisson_rate < 1:
-            return dp_accounting.PoissonSampledDpEvent(self.poisson_rate, gaussian)
-        if self.is_without_replacement:
-            assert isinstance(self.sampling, FixedSizeSampling)
-            return dp_accounting.SampledWithoutReplacementDpEvent(
-                self.sampling.population, self.sampling.size, gaussian
-            )
-        return gaussian
 
     def under(self, relation: NeighboringRelation) -> Release:
         """Return a release under another relation, with the noise that gives it the same loss.

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from flower_ext.privacy.accounting.events import Counts, PrivacyLoss
+from flower_ext.privacy.accounting.events import Counts, PrivacyLoss, Release
 
 _ROUNDING = 1e-15
 """Bound on the error in δ that Fourier transforms add per step: 10 times the measured error."""
@@ -36,7 +36,7 @@ def pld_loss(
     holds for the worst mechanisms with these (ε, δ). ``rough`` is an estimate of ε, from which the
     function chooses the grid.
     """
-    from dp_accounting.pld.common import DifferentialPrivacyParameters
+    from dp_accounting.pld import privacy_loss_distribution as grids
 
     steps = len(spends) + sum(count for _, count in counts)
     # A finer grid takes longer and loses δ to rounding; a coarser one adds to ε.
@@ -45,9 +45,11 @@ def pld_loss(
     else:
         interval = min(_grid_interval(rough, delta, steps=steps), max(1e-3, 2e-5 * rough))
     interval = max(interval, _widest_step(counts) / _MOST_CELLS)
-    events: list[tuple[Any, int]] = [(release.event, count) for release, count in counts]
-    events += [(DifferentialPrivacyParameters(spend.epsilon, spend.delta), 1) for spend in spends]
-    epsilon = pld_epsilon(events, delta, interval=interval)
+    losses = [_losses_of(release, count, interval) for release, count in counts]
+    for spend in spends:  # the worst mechanism with this (ε, δ)
+        known = grids.common.DifferentialPrivacyParameters(spend.epsilon, spend.delta)
+        losses.append((grids.from_privacy_parameters(known, interval), 1))
+    epsilon = pld_epsilon(losses, delta, interval=interval)
     name = "PLD, optimal composition" if spends else "PLD"
     return PrivacyLoss(epsilon=epsilon, delta=delta, accountant=name)
 
@@ -85,53 +87,35 @@ def _grid_interval(epsilon: float, delta: float, *, steps: int) -> float:
     return min(max(interval, FINEST_INTERVAL), WIDEST_INTERVAL)
 
 
-def pld_epsilon(events: Sequence[tuple[Any, int]], delta: float, *, interval: float) -> float:
-    """Return a safe bound on ε of events: privacy losses are rounded up to the grid.
+def pld_epsilon(losses: Sequence[tuple[Any, int]], delta: float, *, interval: float) -> float:
+    """Return a safe bound on ε of a composition: privacy losses are rounded up to the grid.
 
-    ``events`` are pairs of a dp-accounting event and its count. An event that is a
-    `DifferentialPrivacyParameters` stands for the worst mechanism with this (ε, δ). The result is
-    infinite if the rounding errors of the Fourier transforms could reach ``delta``.
+    ``losses`` are pairs of a mechanism's privacy losses, on a grid of ``interval``, and the number
+    of times that the mechanism runs. The result is infinite if the rounding errors of the Fourier
+    transforms could reach ``delta``.
     """
     from dp_accounting import pld
 
-    resolved = delta - _ROUNDING * sum(count for _, count in events)
+    resolved = delta - _ROUNDING * sum(count for _, count in losses)
     if resolved <= 0:
         return math.inf
     total = pld.privacy_loss_distribution.identity(interval)
-    for event, count in events:
-        total = total.compose(_composed(*_grid_of(event, count, interval)))
+    for grid, count in losses:
+        total = total.compose(_composed(grid, count))
     return float(total.get_epsilon_for_delta(resolved))
 
 
-def _grid_of(event: Any, count: int, interval: float) -> tuple[Any, int]:
-    """Return an event's privacy losses on a grid, and how many copies of them to compose."""
-    import dp_accounting
-    from dp_accounting.pld import privacy_loss_distribution as grids
-
-    match event:
-        case dp_accounting.GaussianDpEvent():  # together they have the losses of one Gaussian
-            noise = event.noise_multiplier / math.sqrt(count)
-            return grids.from_gaussian_mechanism(noise, value_discretization_interval=interval), 1
-        case dp_accounting.PoissonSampledDpEvent(event=dp_accounting.GaussianDpEvent()):
-            noise, rate = event.event.noise_multiplier, event.sampling_probability
-            return _sampled_grid(noise, rate, interval), count
-        case dp_accounting.dp_event.MixtureOfGaussiansDpEvent():
-            return grids.from_mixture_gaussian_mechanism(
-                event.standard_deviation,
-                event.sensitivities,
-                event.sampling_probs,
-                value_discretization_interval=interval,
-            ), count
-        case grids.common.DifferentialPrivacyParameters():
-            return grids.from_privacy_parameters(event, interval), count
-    raise TypeError(
-        f"event={event!r}: expected a Gaussian, a sub-sampled Gaussian or a mixture of them"
-    )
+def _losses_of(release: Release, count: int, interval: float) -> tuple[Any, int]:
+    """Return a release's privacy losses on a grid, and how many copies of them to compose."""
+    noise, rate = release.relative_noise, release.poisson_rate
+    if rate == 1:  # together they have the losses of one Gaussian
+        return _gaussian_losses(noise / math.sqrt(count), rate, interval), 1
+    return _gaussian_losses(noise, rate, interval), count
 
 
 @lru_cache(maxsize=32)  # after each round, ε is mostly computed from this same grid
-def _sampled_grid(noise_multiplier: float, sampling_rate: float, interval: float) -> Any:
-    """Return one sub-sampled Gaussian's privacy losses on a grid; this takes long to compute."""
+def _gaussian_losses(noise_multiplier: float, sampling_rate: float, interval: float) -> Any:
+    """Return one Gaussian's privacy losses on a grid; with sub-sampling, this takes long."""
     from dp_accounting.pld import privacy_loss_distribution as grids
 
     return grids.from_gaussian_mechanism(

@@ -20,6 +20,7 @@ from functools import lru_cache
 import numpy as np
 
 from flower_ext.privacy.accounting.events import PrivacyLoss, Release
+from flower_ext.privacy.accounting.sampling import FixedSizeSampling
 
 RDP_ORDERS = (
     *(1 + tenth / 10 for tenth in range(1, 100)),
@@ -87,9 +88,14 @@ def _renyi_without_replacement(release: Release, order: float) -> float:
     import dp_accounting
     from dp_accounting import rdp
 
-    relation = dp_accounting.NeighboringRelation.REPLACE_ONE
-    accountant = rdp.RdpAccountant([order], relation)
-    return float(accountant.compose(release.event).rdp[0])
+    sampling = release.sampling
+    event: dp_accounting.DpEvent = dp_accounting.GaussianDpEvent(release.relative_noise)
+    if isinstance(sampling, FixedSizeSampling):
+        event = dp_accounting.SampledWithoutReplacementDpEvent(
+            sampling.population, sampling.size, event
+        )
+    accountant = rdp.RdpAccountant([order], dp_accounting.NeighboringRelation.REPLACE_ONE)
+    return float(accountant.compose(event).rdp[0])
 
 
 @lru_cache(maxsize=1024)

@@ -3,9 +3,9 @@
 import itertools
 import math
 
-import dp_accounting
 import numpy as np
 import pytest
+from dp_accounting.pld import privacy_loss_distribution
 
 from flower_ext.privacy import (
     FixedSizeSampling,
@@ -145,7 +145,9 @@ def test_the_least_of_the_bounds_is_taken_and_named(rate, delta):
 
 @pytest.mark.parametrize("delta", [1e-5, 1e-12, 1e-13])
 def test_no_rounding_takes_pld_below_the_exact_loss_of_gaussians(delta):
-    gaussian = dp_accounting.dp_event.MixtureOfGaussiansDpEvent(30.0, [1.0], [1.0])
+    gaussian = privacy_loss_distribution.from_mixture_gaussian_mechanism(
+        30.0, [1.0], [1.0], value_discretization_interval=1e-3
+    )
     exact = gaussian_loss(30.0, releases=1000, delta=delta).epsilon
     epsilon_found = pld_epsilon([(gaussian, 1000)], delta, interval=1e-3)
     assert epsilon_found >= exact
@@ -163,7 +165,9 @@ def test_gaussians_alone_are_accounted_exactly_unless_renyi_divergences_are_aske
 
 
 def test_a_delta_that_rounding_could_take_up_resolves_no_epsilon():
-    gaussian = dp_accounting.GaussianDpEvent(1.0)
+    gaussian = privacy_loss_distribution.from_gaussian_mechanism(
+        1.0, value_discretization_interval=1e-3
+    )
     assert pld_epsilon([(gaussian, 1000)], 1e-12, interval=1e-3) == math.inf
 
 
@@ -395,13 +399,9 @@ def test_orders_below_two_are_searched_where_sampling_hides_little():
 def test_many_rounds_composed_by_blocks_lie_slightly_above_the_exact_gaussian():
     # At a rate of nearly 1 the run is one Gaussian of multiplier σ/√T, whose ε is known exactly.
     for rounds in (5_000, 100_003):
-        sampling = PoissonSampling(10, 1 - 1e-12)
-        noise = math.sqrt(rounds)
-        event = Release(
-            sampling=sampling,
-            noise_multiplier=noise,
-            relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
-        ).event
-        interval = 2 * math.sqrt(1e-3 / rounds)
+        noise, interval = math.sqrt(rounds), 2 * math.sqrt(1e-3 / rounds)
+        losses = privacy_loss_distribution.from_gaussian_mechanism(
+            noise, value_discretization_interval=interval, sampling_prob=1 - 1e-12
+        )
         exact = gaussian_loss(noise, releases=rounds, delta=1e-5).epsilon
-        assert exact <= pld_epsilon([(event, rounds)], 1e-5, interval=interval) <= 1.002 * exact
+        assert exact <= pld_epsilon([(losses, rounds)], 1e-5, interval=interval) <= 1.002 * exact
