@@ -126,15 +126,3 @@ def of_secure_sum(mechanism: NoisedSum) -> tuple[str, ...]:
         "the server sees who was asked, who took part and when, and sums of at least "
         f"{parameters.least_answers} uploads{honest}",
     )
-
-
-def share_texts(mechanism: NoisedSum, divisor: str, *, uploads: str) -> tuple[str, str, str]:
-    """Return texts on a client's share of the noise, for descriptions of losses to the server.
-
-    The first text names the number m in σ/√m, the stddev of a share; without a secure sum, it is
-    ``divisor``. The second ends the description of a loss from sums, and the third that of a loss
-    from uploads. In the third, ``uploads`` is the pronoun for the uploads: "it" or "them".
-    """
-    if mechanism.secure_sum is None:
-        return divisor, "", ""
-    return "least answers", ", without the noise of colluders", f", if no mask hides {uploads}"

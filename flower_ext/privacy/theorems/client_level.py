@@ -96,14 +96,14 @@ def _against_server(mechanism: NoisedSum, run: RunSummary, claims: Claims) -> li
     participations, terms = run.participations, run.sums
     sums = exposed_loss(mechanism, participations, participations.in_sums)
     uploads = exposed_loss(mechanism, participations, participations.in_uploads)
-    divisor, of_sums, of_uploads = assumptions.share_texts(mechanism, "cohort", uploads="it")
+    seen_sums = terms.secure_sum or assumptions.NO_SECURE_SUM
+    hidden: tuple[str, ...] = (assumptions.WHOLE_UPLOADS, seen_sums)
+    divisor, of_sums, of_uploads = "cohort", "", ""
+    if mechanism.secure_sum is not None:
+        hidden = assumptions.of_secure_sum(mechanism)
+        divisor, of_sums = "least answers", ", without the noise of colluders"
+        of_uploads = ", if no mask hides it"
     single = f"noise multiplier σ/√{divisor} of a single upload; {uploads.description}{of_uploads}"
-    masked = mechanism.secure_sum is not None
-    hidden = (
-        assumptions.of_secure_sum(mechanism)
-        if masked
-        else (assumptions.WHOLE_UPLOADS, terms.secure_sum or assumptions.NO_SECURE_SUM)
-    )
     return [
         claims.provable(
             AdversaryView.SUM_ONLY,

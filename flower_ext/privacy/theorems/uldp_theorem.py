@@ -213,7 +213,7 @@ def uldp_avg_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarantee
     )
     losses = {
         AdversaryView.RELEASED_MODELS: amplified_loss(mechanism, run.participations),
-        **_losses_to_server(mechanism, run, is_hidden=run.sums.hidden_draw is not None),
+        **_losses_to_server(mechanism, run),
     }
     of_view = _assumptions_by_view(mechanism, run)
     return [
@@ -254,63 +254,44 @@ def _assumptions_by_view(
 
 
 def _losses_to_server(
-    mechanism: NoisedSum, run: RunSummary, *, is_hidden: bool
+    mechanism: NoisedSum, run: RunSummary
 ) -> Mapping[AdversaryView, DescribedLoss]:
     """Return a user's loss to a server that sees sums, and to a server that sees each upload.
 
-    ``is_hidden`` is True if the server does not know the sample.
+    Sampling amplifies both losses if the server does not know the sample.
     """
-    masked = mechanism.masked
+    masked, participations = mechanism.masked, run.participations
+    is_equal = run.method.weighting == "equal"
     shares = (mechanism.silos or 1) if masked is None else masked.parameters.least_answers
     # For the accountant, one upload is a sum with less noise, so the same formulas hold.
-    upload_noise = 1.0 if run.method.weighting == "equal" else 1 / math.sqrt(shares)
-    losses = _losses_of_hidden_draw if is_hidden else _losses_of_known_draw
-    sums, uploads = losses(mechanism, run, upload_noise)
-    divisor, of_sums, of_uploads = assumptions.share_texts(mechanism, "|S|", uploads="them")
+    upload_noise = 1.0 if is_equal else 1 / math.sqrt(shares)
+    if run.sums.hidden_draw is not None:
+        # A lying server can see a sum with the noise of honest silos only. With equal weights, a
+        # sum of fewer silos also holds less of a user, so ε does not grow.
+        sum_noise = 1.0 if is_equal else math.sqrt(mechanism.honest_noise)
+        sums = amplified_loss(mechanism, participations, noise=sum_noise)
+        uploads = amplified_loss(mechanism, participations, noise=upload_noise)
+    else:
+        # Releases with the whole weight of the most exposed user; see `Participations`.
+        in_sums = participations.in_sums
+        in_uploads = float(max(participations.uploads.values(), default=0))
+        if masked is None:
+            # The adversary may see refused uploads, too, and sums with too little noise count more.
+            in_sums = in_uploads = max(in_sums, in_uploads)
+        elif is_equal:  # collusion costs nothing (see the top of this module)
+            in_sums *= mechanism.honest_noise
+        sums = exposed_loss(mechanism, participations, in_sums)
+        uploads = exposed_loss(mechanism, participations, in_uploads, noise=upload_noise)
+    divisor, of_sums, of_uploads = "|S|", "", ""
+    if masked is not None:
+        divisor, of_sums = "least answers", ", without the noise of colluders"
+        of_uploads = ", if no mask hides them"
     share = "" if upload_noise == 1 else f"/√{divisor}"
     together = f"all uploads together: noise multiplier σ{share}; {uploads.description}{of_uploads}"
     return {
         AdversaryView.SUM_ONLY: DescribedLoss(sums.loss, sums.description + of_sums),
         AdversaryView.EACH_UPLOAD: DescribedLoss(uploads.loss, together),
     }
-
-
-def _losses_of_hidden_draw(
-    mechanism: NoisedSum, run: RunSummary, upload_noise: float
-) -> Sequence[DescribedLoss]:
-    """Return the losses by sums and by uploads to a server that does not know the sample.
-
-    ``upload_noise`` is the fraction of the noise's stddev that protects a user's uploads.
-    """
-    # A lying server can see a sum with the noise of honest silos only. With equal weights, a sum of
-    # fewer silos also holds less of a user, so ε does not grow.
-    is_equal = run.method.weighting == "equal"
-    sum_noise = 1.0 if is_equal else math.sqrt(mechanism.honest_noise)
-    return [
-        amplified_loss(mechanism, run.participations, noise=noise)
-        for noise in (sum_noise, upload_noise)
-    ]
-
-
-def _losses_of_known_draw(
-    mechanism: NoisedSum, run: RunSummary, upload_noise: float
-) -> Sequence[DescribedLoss]:
-    """Return the losses by sums and by uploads to a server that knows the sample.
-
-    ``upload_noise`` is as in `_losses_of_hidden_draw`.
-    """
-    # Releases with the whole weight of the most exposed user; see `Participations`.
-    in_sums = run.participations.in_sums
-    in_uploads = float(max(run.participations.uploads.values(), default=0))
-    if mechanism.masked is None:
-        # The adversary may see refused uploads, too, and sums with too little noise count more.
-        in_sums = in_uploads = max(in_sums, in_uploads)
-    elif run.method.weighting == "equal":  # collusion costs nothing (see the top of this module)
-        in_sums *= mechanism.honest_noise
-    return [
-        exposed_loss(mechanism, run.participations, in_sums),
-        exposed_loss(mechanism, run.participations, in_uploads, noise=upload_noise),
-    ]
 
 
 def drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
