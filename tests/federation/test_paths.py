@@ -587,7 +587,6 @@ NOT_HERE = {
     "checked_weights": "adds nothing",
     "cell_of": "adds nothing",
     "check_cell": "adds nothing",
-    "out_of_cells": "adds nothing",
 }
 """Names that need no path of their own."""
 

@@ -28,7 +28,7 @@ from flower_ext.privacy.mechanisms.bounds import ClippedSum
 from flower_ext.privacy.mechanisms.discrete_gaussian import share_stddev
 from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm, noise_grid
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise, ProtectedByServer, Protection
-from flower_ext.privacy.mechanisms.quantization import CellSum, cell_of, check_cell, out_of_cells
+from flower_ext.privacy.mechanisms.quantization import CellSum, cell_of, check_cell
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded, RoundMechanism
 from flower_ext.privacy.mechanisms.secure_sum import SecureSum, SumParameters, ring_bits
 from flower_ext.privacy.mechanisms.updates import NamedArrays, RunningSum, divided, l2_norm
@@ -372,7 +372,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
             stddev, cells = masked.share_stddev * math.sqrt(cohort_size - answered), summed.value
             if stddev:  # the sampler of discrete noise refuses a stddev of 0
                 cells = noise.add_discrete_gaussian(cells, stddev / masked.cell)
-            value = out_of_cells(cells, masked.cell, summed.like)
+            value = {name: cells[name] * masked.cell for name in summed.like}
             whole = masked.share_stddev * math.sqrt(cohort_size)
             refuse_spoiled(value, bound=self._largest_sum, stddev=whole)
         mean = divided(value, self.sampling.expected_cohort_size, summed.like)

@@ -15,7 +15,7 @@ order that depends only on the number of columns, or adds whole numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import array_api_compat as api
@@ -29,7 +29,6 @@ from flower_ext.privacy.mechanisms.updates import (
     NonFiniteUpdate,
     RunningSum,
     check_arrays,
-    check_like,
     flat_rows,
     l2_norm,
     split_into,
@@ -46,9 +45,6 @@ _MARGIN = 1.0 - 1e-9
 """Factor that leaves room for rounding of weights and norms in float64. A check is exact."""
 _TOGETHER = 2**18
 """Largest number of values that are rounded at a time, so that memory stays bounded."""
-
-Cells = Mapping[str, np.ndarray]
-"""Whole numbers by name, as int64: an update or a sum in cells."""
 
 
 def cell_of(stddev: float) -> float:
@@ -133,13 +129,6 @@ class CellSum(RunningSum):
         # Sort by name: the protocol returns the sum, and the server draws noise, in this order.
         self.value = {name: np.zeros(like[name].shape, np.int64) for name in sorted(like)}
         self.cell = cell
-
-
-def out_of_cells(cells: Cells, cell: float, like: NamedArrays) -> dict[str, np.ndarray]:
-    """Turn whole numbers of cells into float64 arrays, in the order and shapes of ``like``."""
-    values = {name: cells[name] * cell for name in like if name in cells}
-    check_like(values, like)
-    return values
 
 
 def _rows_in_cells(exact: Any, clipping_norm: float, cell: float, shares: np.ndarray) -> Any:

@@ -8,9 +8,9 @@ import torch
 
 from flower_ext.privacy.mechanisms import quantization
 from flower_ext.privacy.mechanisms.quantization import (
+    CellSum,
     cell_of,
     in_cells,
-    out_of_cells,
     sum_rows_in_cells,
 )
 from flower_ext.privacy.mechanisms.updates import NonFiniteUpdate, l2_norm
@@ -47,12 +47,12 @@ def test_no_client_has_a_norm_above_the_clipping_norm_in_cells(norm, cells_in_no
 def test_rounding_moves_numbers_by_half_a_cell_and_clipping_norms_by_few(clipping_norm):
     cell = cell_of(clipping_norm)
     update = update_of(0.2)
-    moved = out_of_cells(in_cells(update, clipping_norm, cell).value, cell, update)
+    moved = in_cells(update, clipping_norm, cell).in_numbers()
     for name, array in update.items():
         assert np.abs(moved[name] - array).max() <= cell / 2
     large = update_of(5.0)
     expected = {name: array * clipping_norm / 5 for name, array in large.items()}
-    rounded = out_of_cells(in_cells(large, clipping_norm, cell).value, cell, large)
+    rounded = in_cells(large, clipping_norm, cell).in_numbers()
     difference = {name: rounded[name] - expected[name] for name in expected}
     assert l2_norm(difference) <= cell * (math.sqrt(3_001) / 2 + 10)
 
@@ -78,13 +78,13 @@ def test_updates_without_a_bounded_norm_are_refused():
             in_cells({"a": np.ones(2)}, 1.0, cell)
 
 
-def test_a_sum_of_other_names_or_shapes_is_no_model():
+def test_a_sum_takes_no_update_of_other_names_or_shapes():
     whole = in_cells(update_of(1.0), 1.0, cell_of(1.0)).value
-    like = update_of(1.0)
+    summed = CellSum(update_of(1.0), cell_of(1.0))
     with pytest.raises(ValueError, match="names differ"):
-        out_of_cells({"a": whole["a"]}, 1.0, like)
+        summed.add({"a": whole["a"]})
     with pytest.raises(ValueError, match="shape"):
-        out_of_cells({**whole, "a": whole["a"].ravel()}, 1.0, like)
+        summed.add({**whole, "a": whole["a"].ravel()})
 
 
 def rows_of(norms, dimension=700, seed=2):
