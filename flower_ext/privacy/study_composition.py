@@ -173,6 +173,7 @@ class RunCharges:
     stretches: list[dict[str, Any]] = field(default_factory=list)
     """For each stretch and view, the claim with the largest ε, which covers the whole stretch."""
     starts: list[set[str]] = field(default_factory=list)
+    """For each stretch, the ids of the processes that charged its rounds."""
     guarantees: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, entry: dict[str, Any]) -> None:
@@ -191,8 +192,7 @@ class RunCharges:
     def note(self, entry: dict[str, Any]) -> None:
         """Add an entry's guarantees, which cover the rounds that the entry's process charged."""
         charged = [index for index, starts in enumerate(self.starts) if entry["start"] in starts]
-        if self.stretches:
-            self._cover(charged[-1] if charged else -1, entry["claims"])
+        self._cover(charged[-1] if charged else -1, entry["claims"])
         self.guarantees = {claim["view"]: claim["guarantee"] for claim in entry["claims"]}
 
     def _cover(self, index: int, claims: Sequence[dict[str, Any]]) -> None:

@@ -81,7 +81,7 @@ class SumServer:
         self.faults: dict[tuple[int, ShareFault], set[int]] = {}
         self._stages = iter(_STAGES)
         self.awaited: type[Answer] | None = next(self._stages)
-        self._heard: set[int] = set()
+        self._senders: set[int] = set()
         self._expected: Collection[int] = range(context.members)
         self._keys: dict[int, bytes] = {}
         self._known_keys: set[bytes] = set()
@@ -141,7 +141,7 @@ class SumServer:
         message.check(self._context)
         self._require(type(message))
         name = _STAGES[type(message)]
-        if message.member in self._heard:
+        if message.member in self._senders:
             raise ProtocolError(f"member {message.member} has already sent its {name}")
         if message.member not in self._expected:
             raise ProtocolError(f"member {message.member} has already left this round")
@@ -154,7 +154,7 @@ class SumServer:
             self._answered.add(message.member)
         else:
             self._take_revealed(message)
-        self._heard.add(message.member)
+        self._senders.add(message.member)
 
     def keys(self) -> dict[int, Keys]:
         """Close the first stage, and return the keys that each remaining member needs.
@@ -321,7 +321,7 @@ class SumServer:
                 f"least_answers={self._context.least_answers}; the round is discarded"
             )
         self.awaited = next(self._stages)
-        self._heard, self._expected = set(), expected
+        self._senders, self._expected = set(), expected
 
     def _require(self, kind: type[Answer]) -> None:
         if self.awaited is not kind:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
@@ -270,9 +270,7 @@ class Member(JsonRecord):
 
     def _forget(self, **kept: Any) -> None:
         """Delete what no later step needs: reset all fields but ``invitation`` and ``kept``."""
-        reset = Member(invitation=self.invitation, **kept)
-        for part in fields(self):
-            setattr(self, part.name, getattr(reset, part.name))
+        vars(self).update(vars(Member(invitation=self.invitation, **kept)))
 
     def _expect(self, stage: MemberStage) -> None:
         if self.stage is not stage:
