@@ -27,9 +27,17 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Annotated
 
-from flower_ext.checks import is_number, require_at_least_one, require_count, require_delta
-from flower_ext.errors import InvalidValue
+from flower_ext.checks import (
+    Checked,
+    NotNegative,
+    Rule,
+    is_number,
+    require_at_least_one,
+    require_count,
+    require_delta,
+)
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import EXACT_GAUSSIAN, gaussian_loss
 from flower_ext.privacy.guarantee import Condition, Guarantee, PreconditionFailed
@@ -53,9 +61,12 @@ _ROUNDINGS = 4
 A model is rounded once, before it is clipped in float64, and clipping does not enlarge the effect.
 """
 
+Bound = Annotated[float, Rule("a number >= 0", lambda x: is_number(x) and x >= 0)]
+"""A bound, which is infinite if none is known."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class LocalObjective:
+class LocalObjective(Checked):
     """Known properties of a client's problem: minimise F_i(w) + (μ/2)‖w − w̄‖² over w.
 
     w̄ is the received model. F_i(w) is the mean over records d of a loss F̂(w; d). The defaults
@@ -93,21 +104,13 @@ class LocalObjective:
 
     convex: bool = False
     generalised_linear: bool = False
-    gradient_bound: float = math.inf
-    curvature_bound: float = math.inf
-    feature_norm_bound: float = math.inf
-    proximal_weight: float = 0.0
-    distance_to_minimiser: float = math.inf
-    rounding: float = 2.0**-24
+    gradient_bound: Bound = math.inf
+    curvature_bound: Bound = math.inf
+    feature_norm_bound: Bound = math.inf
+    proximal_weight: NotNegative = 0.0
+    distance_to_minimiser: Bound = math.inf
+    rounding: Bound = 2.0**-24
     memoryless: bool = False
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            is_truth = name in ("convex", "generalised_linear", "memoryless")
-            if not is_truth and not (is_number(value) and value >= 0):
-                raise InvalidValue(f"{name}={value!r}: expected a number >= 0")
-        if math.isinf(self.proximal_weight):
-            raise InvalidValue("proximal_weight=inf: expected a finite number >= 0")
 
     def stability(self, num_examples: int) -> float:
         """Return the largest L2 distance by which replacing one record moves the trained model.
@@ -139,9 +142,7 @@ class LocalObjective:
         ]
 
     def least_examples(self) -> int:
-        """Return the least number of examples |D_i| with u₂ ≤ 0.5 |D_i| μ (Theorem 6.3).
-
-        u₂ and μ are ``curvature_bound`` and ``proximal_weight``.
+        """Return the least number of examples that meets `size_condition`.
 
         Raises
         ------
@@ -150,9 +151,18 @@ class LocalObjective:
         """
         _refuse_unless(self.theorem_6_3_conditions())
         least = max(1, math.floor(2 * self.curvature_bound / self.proximal_weight))
-        while not large_enough(self, least).holds:  # the division may have rounded down
+        while not self.size_condition(least).holds:  # the division may have rounded down
             least += 1
         return least
+
+    def size_condition(self, num_examples: int) -> Condition:
+        """Return the condition u₂ ≤ 0.5 |D_i| μ of Theorem 6.3 on the smallest client."""
+        bound = 0.5 * num_examples * self.proximal_weight
+        return Condition(
+            f"u₂ ≤ 0.5 |D_i| μ ({self.curvature_bound:.4g} against {bound:.4g} for the smallest "
+            "client)",
+            num_examples > 0 and self.curvature_bound <= bound,
+        )
 
     def solution_conditions(self) -> list[Condition]:
         """Return the two conditions on training: it finds the minimiser, and keeps no state."""
@@ -168,19 +178,6 @@ class LocalObjective:
         ]
 
 
-def large_enough(objective: LocalObjective, num_examples: int) -> Condition:
-    """Return the condition u₂ ≤ 0.5 |D_i| μ of Theorem 6.3, where |D_i| is ``num_examples``.
-
-    u₂ and μ are ``curvature_bound`` and ``proximal_weight`` of ``objective``.
-    """
-    bound = 0.5 * num_examples * objective.proximal_weight
-    return Condition(
-        f"u₂ ≤ 0.5 |D_i| μ ({objective.curvature_bound:.4g} against {bound:.4g} for the smallest "
-        "client)",
-        num_examples > 0 and objective.curvature_bound <= bound,
-    )
-
-
 def _refuse_unless(conditions: Sequence[Condition]) -> None:
     failed = [condition.text for condition in conditions if not condition.holds]
     if failed:
@@ -193,11 +190,7 @@ def _refuse_unless(conditions: Sequence[Condition]) -> None:
 def upcycled_theorem_6_2(
     perturbation: OutputPerturbation, *, num_examples: int, participations: int, delta: float
 ) -> float:
-    """Return ε of output perturbation as published: 2√(a ln(1/δ)) + a with a = Mτ²/(2σ²|D_i|²).
-
-    M is ``participations``, and |D_i| is ``num_examples``. The perturbation clips to the norm τ and
-    adds noise of the standard deviation σ.
-    """
+    """Return ε of output perturbation as published: 2√(a ln(1/δ)) + a with a = Mτ²/(2σ²|D_i|²)."""
     require_delta(delta)
     require_at_least_one("num_examples", num_examples)
     require_count("participations", participations)
@@ -215,16 +208,13 @@ def upcycled_theorem_6_3(
 ) -> float:
     """Return ε (at δ = 0) of objective perturbation: M (2αu₁μ + 2.8u₂) / (|D_i|μ).
 
-    M is ``participations``, |D_i| is ``num_examples``, and α is the rate of the perturbation. u₁,
-    u₂ and μ are properties of the `LocalObjective`.
-
     Raises
     ------
     PreconditionFailed
         The message names every precondition that fails.
     """
     require_count("participations", participations)
-    _refuse_unless([*objective.theorem_6_3_conditions(), large_enough(objective, num_examples)])
+    _refuse_unless([*objective.theorem_6_3_conditions(), objective.size_condition(num_examples)])
     u1, u2, mu = objective.gradient_bound, objective.curvature_bound, objective.proximal_weight
     epsilon = (2 * perturbation.rate * u1 * mu + 2.8 * u2) / (num_examples * mu)
     return participations * epsilon
@@ -332,7 +322,7 @@ def _objective_guarantees(
     fewest = min((run.num_examples.get(client, 0) for client in by_client), default=0)
     conditions = (
         *objective.theorem_6_3_conditions(),
-        large_enough(objective, fewest),
+        objective.size_condition(fewest),
         *objective.solution_conditions(),
     )
     claims = _claims(

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from flower_ext.privacy import LocalObjective
-from flower_ext.privacy.theorems.upcycled_theorem import NEGLIGIBLE_DISTANCE, large_enough
+from flower_ext.privacy.theorems.upcycled_theorem import NEGLIGIBLE_DISTANCE
 from tests.support.upcycled_problems import KNOWN
 
 
@@ -48,4 +48,4 @@ def test_what_the_proof_assumes_of_the_solver_is_a_separate_condition():
 
 def test_clients_and_server_agree_on_the_least_number_of_examples():
     objective = replace(KNOWN, curvature_bound=0.11, proximal_weight=0.011)
-    assert large_enough(objective, objective.least_examples()).holds
+    assert objective.size_condition(objective.least_examples()).holds
