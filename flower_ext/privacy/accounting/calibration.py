@@ -32,7 +32,7 @@ def calibrate_noise_multiplier(
     rounds: int,
     relation: NeighboringRelation | None = None,
     tolerance: float = 1e-3,
-    besides: Mapping[Release, int] | None = None,
+    other_releases: Mapping[Release, int] | None = None,
 ) -> float:
     """Return the smallest noise multiplier that meets the target.
 
@@ -44,22 +44,22 @@ def calibrate_noise_multiplier(
 
     Parameters
     ----------
-    besides : Mapping[Release, int], optional
-        Other releases of the same run, with their counts. ``epsilon`` is the target for the rounds
-        and these releases together.
+    other_releases : Mapping[Release, int], optional
+        Further releases of the same run, with their counts. ``epsilon`` is the target for the
+        rounds and these releases together.
 
     Raises
     ------
     TargetOutOfReach
-        The target needs more noise than `MAX_NOISE_MULTIPLIER`, or the releases in ``besides``
-        alone exceed the target.
+        The target needs more noise than `MAX_NOISE_MULTIPLIER`, or ``other_releases`` alone exceed
+        the target.
     ValueError
         ``epsilon`` is not above 0, ``delta`` is outside (0, 1), or ``rounds`` is below 1.
     """
     require_positive("epsilon", epsilon)
     require_at_least_one("rounds", rounds)
     relation = relation or sampling.default_relation
-    others = Counter(besides or {})
+    others = Counter(other_releases or {})
     if (alone := privacy_loss_of(others, delta=delta).epsilon) > epsilon:
         raise TargetOutOfReach(
             f"epsilon={epsilon!r} at delta={delta!r}: the run's other releases, such as its "

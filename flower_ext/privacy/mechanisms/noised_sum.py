@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -313,6 +313,14 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
             )
             for query in self.queries
         ]
+
+    @property
+    def planned_answers(self) -> Mapping[Release, int]:
+        """All planned answers to queries, as releases with their counts."""
+        counts: Counter[Release] = Counter()
+        for sums in self.query_sums:  # two queries may have equal releases
+            counts[sums.release] += sums.query.times
+        return counts
 
     def releases(self, participations: Participations) -> dict[Release, int]:
         """Return all rounds and all answers to queries so far, as releases with their counts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,14 +131,13 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
             "delta": delta,
             **options,
         }
-        besides: dict[Release, int] = {}
+        answers: Mapping[Release, int] = {}
         if options.get("queries"):
             # Pass any noise and norm of the rounds: the answers' releases do not depend on them.
             known = {**terms, "clipping_norm": 1.0}
-            query_sums = cls(noise_multiplier=1.0, **known).mechanism().query_sums
-            besides = {sums.release: sums.query.times for sums in query_sums}
+            answers = cls(noise_multiplier=1.0, **known).mechanism().planned_answers
         multiplier = calibrate_noise_multiplier(
-            besides=besides,
+            other_releases=answers,
             epsilon=epsilon,
             delta=delta,
             sampling=sampling,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.server.run_guarantees import summary_of
 from flower_ext.privacy import FullParticipation, NeighboringRelation, Release
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import ClipSteps, ObjectivePerturbation
 from flower_ext.privacy.plans.release_mechanism import AdaptiveRelease, SpacedRelease
 from flower_ext_check.noised_value import noised_value
@@ -119,7 +120,7 @@ def mechanism_of(strategy: FederatedStrategy, rounds: int) -> Mechanism:
             count=1 if is_spaced else count,  # all spaced rounds are one release
             sensitivity=value.sensitivity,
             stddev=value.stddev,
-            other_queries={sums.release: sums.query.times for sums in run.query_sums},
+            other_queries=(mechanism.planned_answers if isinstance(mechanism, NoisedSum) else {}),
         )
     return Mechanism(
         noise=noise,

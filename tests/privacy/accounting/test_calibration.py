@@ -65,8 +65,8 @@ def test_a_target_that_other_releases_exceed_by_themselves_is_blamed_on_them():
     )
     spent = privacy_loss_of({one: 3}, delta=1e-5).epsilon
     with pytest.raises(TargetOutOfReach, match=f"other releases, .* alone spend ε = {spent:.4g}"):
-        calibrate_noise_multiplier(epsilon=0.99 * spent, besides={one: 3}, **terms)
-    assert calibrate_noise_multiplier(epsilon=1.1 * spent, besides={one: 3}, **terms) > 2.0
+        calibrate_noise_multiplier(epsilon=0.99 * spent, other_releases={one: 3}, **terms)
+    assert calibrate_noise_multiplier(epsilon=1.1 * spent, other_releases={one: 3}, **terms) > 2.0
 
 
 @pytest.mark.parametrize("epsilon", [0.0, -1.0, math.nan, math.inf])

@@ -138,6 +138,27 @@ def test_rounds_and_evaluations_together_keep_to_the_target(sampling):
     assert privacy_loss_of(less.releases(done), delta=1e-3).epsilon > 2.0
 
 
+def test_queries_with_equal_noise_all_count_against_the_target():
+    class OtherScores(SecureScores):
+        name = "other scores"
+        schedule = "first"
+
+    noise = {"noise_multiplier": 30.0, "times": 4}
+    mechanism = ReleasePlan.for_target(
+        epsilon=2.0,
+        delta=1e-3,
+        sampling=FullParticipation(300),
+        rounds=20,
+        clipping_norm=1.0,
+        noise_placement=SecureSum(),
+        queries=(SecureScores(**noise), OtherScores(**noise)),
+    ).mechanism()
+    scores, others = (sums.release for sums in mechanism.query_sums)
+    assert scores == others
+    epsilon = privacy_loss_of({mechanism.release: 20, scores: 4 + 4}, delta=1e-3).epsilon
+    assert 1.9 < epsilon <= 2.0
+
+
 def test_evaluations_that_leave_no_room_for_a_round_are_refused():
     scores = SecureScores(noise_multiplier=0.5, times=4)
     with pytest.raises(ValueError, match="such as its evaluations, alone spend"):
