@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flower_ext.privacy.accounting.accountant import privacy_loss_of, with_approximation_error
-from flower_ext.privacy.accounting.events import Counts, PrivacyLoss
+from flower_ext.privacy.accounting.events import Counts, PrivacyLoss, Release
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.guarantee import Guarantee
@@ -115,11 +116,12 @@ def amplified_loss(
     ``noise`` is the part of the noise, as a fraction of its standard deviation, that protects what
     the adversary sees.
     """
-    releases = mechanism.releases(participations).items()
-    seen = [(release.with_noise(noise), count) for release, count in releases]
+    seen: Counter[Release] = Counter()  # with less noise, two releases may be equal
+    for release, count in mechanism.releases(participations).items():
+        seen[release.with_noise(noise)] += count
     multiplier = mechanism.noise_multiplier * noise
     return DescribedLoss(
-        privacy_loss_of(dict(seen), delta=mechanism.delta),
+        privacy_loss_of(seen, delta=mechanism.delta),
         f"{mechanism.sampling.describe()}, noise multiplier {multiplier:.4g}, "
         f"{participations.rounds} rounds{_answers(participations)}"
         + (", sensitivity 2C" if mechanism.release.relation.sensitivity_factor == 2 else ""),
