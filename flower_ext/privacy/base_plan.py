@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
+from flower_ext.checks import Checked
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.sampling import Sampling
 from flower_ext.privacy.mechanisms.noise import NoiseSource
@@ -57,7 +58,7 @@ class PrivacyPlan(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlainAverage(PrivacyPlan, RoundMechanism):
+class PlainAverage(Checked, PrivacyPlan, RoundMechanism):
     """A plan that takes the plain mean of the replies. A subclass may add a guarantee.
 
     A plain mean is computed in the same way for every method. The plan therefore computes the mean
@@ -97,10 +98,6 @@ class NonPrivatePlan(PlainAverage):
     weighting: Literal["clients", "examples"] = "clients"
 
     delta = None
-
-    def __post_init__(self) -> None:
-        if self.weighting not in ("clients", "examples"):
-            raise InvalidValue(f"weighting={self.weighting!r}: expected 'clients' or 'examples'")
 
     @property
     def weighs_examples(self) -> bool:

@@ -105,7 +105,7 @@ def test_no_plan_that_protects_takes_the_weights(plan, mechanism):
 
 
 def test_another_word_is_refused():
-    with pytest.raises(InvalidValue, match="weighting='records': expected 'clients' or 'examples'"):
+    with pytest.raises(InvalidValue, match="weighting='records': expected clients or examples"):
         NonPrivatePlan(sampling=ALL, weighting="records")
 
 

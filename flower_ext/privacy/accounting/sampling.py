@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flower_ext.checks import Checked, Count, Fraction, is_integer
+from flower_ext.checks import Checked, Count, Fraction
 from flower_ext.errors import InvalidValue
 from flower_ext.json_record import JsonRecord
 from flower_ext.privacy.accounting.participations import Participations
@@ -55,7 +55,7 @@ class _OfFixedSize(Checked, JsonRecord):
     """Base class of samplers whose cohorts have a fixed size."""
 
     population: Count
-    size: int
+    size: Count
 
     @property
     def sampling_rate(self) -> float:
@@ -77,10 +77,8 @@ class FixedSizeSampling(_OfFixedSize):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (is_integer(self.size) and 1 <= self.size <= self.population):
-            raise InvalidValue(
-                f"size={self.size!r}: expected an integer from 1 to population={self.population}"
-            )
+        if self.size > self.population:
+            raise InvalidValue(f"size={self.size}: expected at most population={self.population}")
 
     def draw(self, rng: np.random.Generator, so_far: Participations | None = None) -> list[int]:
         """Draw a cohort; return its indices in ascending order. ``so_far`` is not used."""
@@ -139,7 +137,6 @@ class SpacedSampling(_OfFixedSize):
     kind = "spaced"
     default_relation = NeighboringRelation.REPLACE_SPECIAL  # its cohorts are visible
 
-    size: Count
     rounds_apart: Count
     participations: Count
 

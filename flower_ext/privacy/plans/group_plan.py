@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flower_ext.checks import Checked, ProperFraction
+from flower_ext.checks import ProperFraction
 from flower_ext.privacy.accounting.group_privacy import DpSgd
 from flower_ext.privacy.accounting.sampling import FullParticipation
 from flower_ext.privacy.base_plan import PlainAverage
@@ -15,7 +15,7 @@ from flower_ext.privacy.theorems.uldp_group_theorem import uldp_group_guarantees
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupPlan(Checked, PlainAverage):
+class GroupPlan(PlainAverage):
     """ULDP-GROUP-k: silos protect records by DP-SGD, and the server averages their models.
 
     Parameters

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flower_ext.checks import Checked, ProperFraction
+from flower_ext.checks import ProperFraction
 from flower_ext.privacy.base_plan import PlainAverage
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.protections import OutputPerturbation, Perturbation, Protection
@@ -22,7 +22,7 @@ from flower_ext.privacy.theorems.upcycled_theorem import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerturbationPlan(Checked, PlainAverage):
+class PerturbationPlan(PlainAverage):
     """A plan in which each client perturbs its local model; the server takes the plain mean.
 
     Privacy unit: one record of one client. The server sees every upload and its sender, so the
