@@ -127,7 +127,7 @@ class PrivateKey:
         where s = r^q modulo p. If r is uniform, so is s, because taking the q-th power permutes the
         units modulo p. This method therefore draws s.
         """
-        n, n_squared = self.public.n, self.public.n_squared
+        n_squared = self.public.n_squared
         p_squared, q_squared = self.p * self.p, self.q * self.q
         inverse = gmpy2.invert(p_squared, q_squared)
 
@@ -138,7 +138,7 @@ class PrivateKey:
                 modulo_q = gmpy2.powmod(_random_unit(self.q), self.q, q_squared)
                 # The Chinese remainder theorem, with p² and q² in place of p and q.
                 randomness = modulo_p + p_squared * ((modulo_q - modulo_p) * inverse % q_squared)
-                ciphertexts.append((1 + n * (message % n)) * randomness % n_squared)
+                ciphertexts.append(self.public.plain(message) * randomness % n_squared)
             return ciphertexts
 
         return map_slices(encrypt, messages, name=name)
@@ -160,11 +160,8 @@ def generate_key(
 ) -> PrivateKey:
     """Return a new key. `phe` draws its two primes from the operating system's randomness."""
     check_key_bits(key_bits, allow_insecure_key_size=allow_insecure_key_size)
-    while True:
-        _, drawn = generate_paillier_keypair(n_length=key_bits)
-        p, q = mpz(drawn.p), mpz(drawn.q)
-        if p.bit_length() == q.bit_length():
-            return PrivateKey(p, q)
+    _, drawn = generate_paillier_keypair(n_length=key_bits)
+    return PrivateKey(mpz(drawn.p), mpz(drawn.q))
 
 
 def _random_unit(modulus: mpz) -> mpz:
