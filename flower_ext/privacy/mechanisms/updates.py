@@ -196,18 +196,13 @@ def scaled_norm(update: NamedArrays) -> tuple[float, float]:
     wide = in_float64(update)
     if 1e-100 < (norm := plain_norm(wide)) < 1e100:
         return 1.0, norm
-    largest = 0.0
-    for name, array in update.items():
-        if math.prod(array.shape) == 0:
-            continue
-        namespace = api.array_namespace(array)
-        magnitude = float(namespace.max(namespace.abs(array)))
-        if not math.isfinite(magnitude):
-            raise NonFiniteUpdate(
-                f"{name!r} holds NaN or infinite values, which clipping cannot bound; check the "
-                "data, and whether training diverged"
-            )
-        largest = max(largest, magnitude)
+    require_finite(update, "before clipping", "check the data, and whether training diverged")
+    magnitudes = (
+        float(api.array_namespace(array).max(abs(array)))
+        for array in wide.values()
+        if math.prod(array.shape)
+    )
+    largest = max(magnitudes, default=0.0)
     if largest == 0.0:
         return 0.0, 0.0
     return largest, plain_norm({name: array / largest for name, array in wide.items()})
