@@ -247,11 +247,6 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         return MaskedSums(parameters=parameters, cell=cell, share_stddev=share, bits=bits)
 
     @property
-    def honest_noise(self) -> float:
-        """Least fraction of the noise variance that honest clients add; 1 without a `SecureSum`."""
-        return 1.0 if self.masked is None else self.masked.parameters.honest_noise
-
-    @property
     def _largest_sum(self) -> float:
         """Largest norm of a secure sum before noise, if each unit contributes the clipping norm."""
         units = self.num_members if self.silos is None else self.sampling.population

@@ -262,13 +262,18 @@ def _losses_to_server(
     """
     masked, participations = mechanism.masked, run.participations
     is_equal = run.method.weighting == "equal"
-    shares = (mechanism.silos or 1) if masked is None else masked.parameters.least_answers
+    shares, honest_noise = mechanism.silos or 1, 1.0
+    divisor, of_sums, of_uploads = "|S|", "", ""
+    if masked is not None:
+        shares, honest_noise = masked.parameters.least_answers, masked.parameters.honest_noise
+        divisor, of_sums = "least answers", ", without the noise of colluders"
+        of_uploads = ", if no mask hides them"
     # For the accountant, one upload is a sum with less noise, so the same formulas hold.
     upload_noise = 1.0 if is_equal else 1 / math.sqrt(shares)
     if run.sums.hidden_draw is not None:
         # A lying server can see a sum with the noise of honest silos only. With equal weights, a
         # sum of fewer silos also holds less of a user, so ε does not grow.
-        sum_noise = 1.0 if is_equal else math.sqrt(mechanism.honest_noise)
+        sum_noise = 1.0 if is_equal else math.sqrt(honest_noise)
         sums = amplified_loss(mechanism, participations, noise=sum_noise)
         uploads = amplified_loss(mechanism, participations, noise=upload_noise)
     else:
@@ -279,13 +284,9 @@ def _losses_to_server(
             # The adversary may see refused uploads, too, and sums with too little noise count more.
             in_sums = in_uploads = max(in_sums, in_uploads)
         elif is_equal:  # collusion costs nothing (see the top of this module)
-            in_sums *= mechanism.honest_noise
+            in_sums *= honest_noise
         sums = exposed_loss(mechanism, participations, in_sums)
         uploads = exposed_loss(mechanism, participations, in_uploads, noise=upload_noise)
-    divisor, of_sums, of_uploads = "|S|", "", ""
-    if masked is not None:
-        divisor, of_sums = "least answers", ", without the noise of colluders"
-        of_uploads = ", if no mask hides them"
     share = "" if upload_noise == 1 else f"/√{divisor}"
     together = f"all uploads together: noise multiplier σ{share}; {uploads.description}{of_uploads}"
     return {
