@@ -38,7 +38,7 @@ tells the silos, and sampling amplifies nothing against a server that sees sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
@@ -211,51 +211,48 @@ def uldp_avg_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarantee
         *mechanism.assumptions,
         not_covered=run.not_covered,
     )
-    losses = {
-        AdversaryView.RELEASED_MODELS: amplified_loss(mechanism, run.participations),
-        **_losses_to_server(mechanism, run),
-    }
-    of_view = _assumptions_by_view(mechanism, run)
+    models = amplified_loss(mechanism, run.participations)
+    sums, uploads = _losses_to_server(mechanism, run)
+    terms = run.sums
+    hidden_draw = () if terms.hidden_draw is None else (terms.hidden_draw,)
     return [
         _theorem_5(mechanism, run),
-        *(
-            claims.provable(
-                view,
-                *loss,
-                *of_view[view],
-                *run.sums.assumptions.get(view, ()),
-                relation=None if view is AdversaryView.RELEASED_MODELS else _AT_SERVER,
-            )
-            for view, loss in losses.items()
+        claims.provable(
+            AdversaryView.RELEASED_MODELS,
+            *models,
+            _two_numbers(mechanism.release, run.participations.rounds, mechanism.delta),
+            "the server follows the protocol and keeps sums and uploads to itself",
+            *assumptions.of_others_noise(mechanism),
+            *_hidden_sample(mechanism, run),
+            *terms.assumptions.get(AdversaryView.RELEASED_MODELS, ()),
+        ),
+        claims.provable(
+            AdversaryView.SUM_ONLY,
+            *sums,
+            *_hidden_sum(mechanism, run),
+            *hidden_draw,
+            *terms.assumptions.get(AdversaryView.SUM_ONLY, ()),
+            relation=_AT_SERVER,
+        ),
+        claims.provable(
+            AdversaryView.EACH_UPLOAD,
+            *uploads,
+            *hidden_draw,
+            *terms.assumptions.get(AdversaryView.EACH_UPLOAD, ()),
+            relation=_AT_SERVER,
         ),
     ]
 
 
-def _assumptions_by_view(
-    mechanism: NoisedSum, run: RunSummary
-) -> Mapping[AdversaryView, Sequence[str]]:
-    """Return the assumptions of the provable guarantee of ULDP-AVG against each adversary."""
-    hidden_draw = run.sums.hidden_draw
-    hidden_sample: tuple[str, ...] = ()
-    if not isinstance(mechanism.sampling, FullParticipation):
-        is_secret = run.secure_cohorts or hidden_draw is not None
-        hidden_sample = (assumptions.HIDDEN_DRAW, assumptions.of_draw("sampled users", is_secret))
-    from_server = () if hidden_draw is None else (hidden_draw,)
-    return {
-        AdversaryView.RELEASED_MODELS: (
-            _two_numbers(mechanism.release, run.participations.rounds, mechanism.delta),
-            "the server follows the protocol and keeps sums and uploads to itself",
-            *assumptions.of_others_noise(mechanism),
-            *hidden_sample,
-        ),
-        AdversaryView.SUM_ONLY: (*_hidden_sum(mechanism, run), *from_server),
-        AdversaryView.EACH_UPLOAD: from_server,
-    }
+def _hidden_sample(mechanism: NoisedSum, run: RunSummary) -> tuple[str, ...]:
+    """Return the assumptions under which sampling amplifies; none if all users take part."""
+    if isinstance(mechanism.sampling, FullParticipation):
+        return ()
+    is_secret = run.secure_cohorts or run.sums.hidden_draw is not None
+    return (assumptions.HIDDEN_DRAW, assumptions.of_draw("sampled users", is_secret))
 
 
-def _losses_to_server(
-    mechanism: NoisedSum, run: RunSummary
-) -> Mapping[AdversaryView, DescribedLoss]:
+def _losses_to_server(mechanism: NoisedSum, run: RunSummary) -> tuple[DescribedLoss, DescribedLoss]:
     """Return a user's loss to a server that sees sums, and to a server that sees each upload.
 
     Sampling amplifies both losses if the server does not know the sample.
@@ -289,10 +286,10 @@ def _losses_to_server(
         uploads = exposed_loss(mechanism, participations, in_uploads, noise=upload_noise)
     share = "" if upload_noise == 1 else f"/√{divisor}"
     together = f"all uploads together: noise multiplier σ{share}; {uploads.description}{of_uploads}"
-    return {
-        AdversaryView.SUM_ONLY: DescribedLoss(sums.loss, sums.description + of_sums),
-        AdversaryView.EACH_UPLOAD: DescribedLoss(uploads.loss, together),
-    }
+    return (
+        DescribedLoss(sums.loss, sums.description + of_sums),
+        DescribedLoss(uploads.loss, together),
+    )
 
 
 def drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
