@@ -24,7 +24,7 @@ module returns guarantees in pairs: first the guarantee as published, then the p
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
@@ -279,21 +279,23 @@ def perturbation_guarantees(
     mean.
     """
     by_client = epsilons_by_client(perturbation, objective, run, delta=delta)
+    published, provable = zip(*by_client.values(), strict=True) if by_client else ((), ())
     if isinstance(perturbation, OutputPerturbation):
-        return _output_guarantees(perturbation, objective, run, by_client, delta)
-    return _objective_guarantees(objective, run, by_client)
+        return _output_guarantees(perturbation, objective, run, delta, published, provable)
+    return _objective_guarantees(objective, run, published, provable)
 
 
 def _output_guarantees(
     perturbation: OutputPerturbation,
     objective: LocalObjective,
     run: RunSummary,
-    by_client: Mapping[int, tuple[float, float]],
     delta: float,
+    published: Sequence[float],
+    provable: Sequence[float],
 ) -> list[Guarantee]:
-    """Return the guarantees of output perturbation, given the two ε of each client."""
+    """Return the guarantees of output perturbation, given the ε of all clients on either basis."""
     tau = perturbation.clipping_norm
-    sizes = [run.num_examples.get(client) for client in by_client]
+    sizes = [run.num_examples.get(client) for client in run.participations.uploads]
     moves = [clipped_model_sensitivity(perturbation, objective, size) for size in sizes]
     sensitivity = f"sensitivity 2τ = {2 * tau:.4g}"
     if (largest := max(moves, default=2 * tau)) < 2 * tau:
@@ -305,24 +307,36 @@ def _output_guarantees(
     # A client whose training fails sends the received model, far from the minimiser of its
     # neighbour. Only the diameter of the ball, 2τ, bounds that distance.
     ends = (_ENDS,) if min(moves, default=math.inf) < 2 * tau else ()
-    return _of_both_bases(
-        _claims(run, delta, *ends, arithmetic=assumptions.ON_A_GRID),
-        by_client,
-        sources=(f"{_SOURCE} 6.2", sensitivity),
-        accountants=("closed form (moments accountant)", EXACT_GAUSSIAN),
-        conditions=((condition,), ()),
-    )
+    claims = _claims(run, delta, *ends, arithmetic=assumptions.ON_A_GRID)
+    return [
+        claims.published(
+            AdversaryView.EACH_UPLOAD,
+            max(published, default=0.0),
+            accountant="closed form (moments accountant)",
+            source=f"{_SOURCE} 6.2; {_spread(published)}",
+            conditions=(condition,),
+            not_covered=tuple(run.not_covered),
+        ),
+        claims.provable(
+            AdversaryView.EACH_UPLOAD,
+            PrivacyLoss(epsilon=max(provable, default=0.0), delta=delta, accountant=EXACT_GAUSSIAN),
+            f"{sensitivity}; {_spread(provable)}",
+        ),
+    ]
 
 
 def _objective_guarantees(
-    objective: LocalObjective, run: RunSummary, by_client: Mapping[int, tuple[float, float]]
+    objective: LocalObjective,
+    run: RunSummary,
+    published: Sequence[float],
+    provable: Sequence[float],
 ) -> list[Guarantee]:
-    """Return the guarantees of objective perturbation, at δ = 0, given the two ε of each client."""
+    """Return the guarantees of objective perturbation, at δ = 0, as `_output_guarantees` does."""
     # One guarantee for all clients: it must hold for the client with the fewest records.
-    fewest = min((run.num_examples.get(client, 0) for client in by_client), default=0)
+    sizes = (run.num_examples.get(client, 0) for client in run.participations.uploads)
     conditions = (
         *objective.theorem_6_3_conditions(),
-        objective.size_condition(fewest),
+        objective.size_condition(min(sizes, default=0)),
         *objective.solution_conditions(),
     )
     claims = _claims(
@@ -332,43 +346,24 @@ def _objective_guarantees(
         arithmetic="floating point acts like real numbers (not proven against attacks on "
         "low-order bits)",
     )
-    return _of_both_bases(
-        claims,
-        by_client,
-        sources=(f"{_SOURCE} 6.3", f"{_SOURCE} 6.3"),
-        accountants=("closed form (pure DP)", "sum over releases (pure DP)"),
-        conditions=(conditions, conditions),
-    )
-
-
-def _of_both_bases(
-    claims: Claims,
-    by_client: Mapping[int, tuple[float, float]],
-    *,
-    sources: tuple[str, str],
-    accountants: tuple[str, str],
-    conditions: tuple[tuple[Condition, ...], tuple[Condition, ...]],
-) -> list[Guarantee]:
-    """Return the published guarantee and the provable one, each with the largest ε of all clients.
-
-    In each pair of arguments, the first value belongs to the published guarantee.
-    """
-    published, provable = zip(*by_client.values(), strict=True) if by_client else ((), ())
-    largest = max(provable, default=0.0)
     return [
         claims.published(
             AdversaryView.EACH_UPLOAD,
             max(published, default=0.0),
-            accountant=accountants[0],
-            source=f"{sources[0]}; {_spread(published)}",
-            conditions=conditions[0],
-            not_covered=tuple(claims.not_covered),
+            accountant="closed form (pure DP)",
+            source=f"{_SOURCE} 6.3; {_spread(published)}",
+            conditions=conditions,
+            not_covered=tuple(run.not_covered),
         ),
         claims.provable(
             AdversaryView.EACH_UPLOAD,
-            PrivacyLoss(epsilon=largest, delta=claims.delta, accountant=accountants[1]),
-            f"{sources[1]}; {_spread(provable)}",
-            conditions=conditions[1],
+            PrivacyLoss(
+                epsilon=max(provable, default=0.0),
+                delta=0.0,
+                accountant="sum over releases (pure DP)",
+            ),
+            f"{_SOURCE} 6.3; {_spread(provable)}",
+            conditions=conditions,
         ),
     ]
 
