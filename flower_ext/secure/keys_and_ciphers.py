@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -38,14 +37,9 @@ def derive(key: bytes, *label: str | int | bytes) -> bytes:
     return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=None, info=b"".join(parts)).derive(key)
 
 
-def encrypt(
-    key: bytes, message: bytes, header: bytes, *, token_bytes: Callable[[int], bytes] | None = None
-) -> bytes:
-    """Encrypt a message, bound to ``header``, with ChaCha20-Poly1305.
-
-    The result begins with a nonce, which ``token_bytes`` draws, by default `secrets.token_bytes`.
-    """
-    nonce = (token_bytes or secrets.token_bytes)(_NONCE_BYTES)
+def encrypt(key: bytes, message: bytes, header: bytes) -> bytes:
+    """Encrypt a message, bound to ``header``, by ChaCha20-Poly1305; a nonce precedes the result."""
+    nonce = secrets.token_bytes(_NONCE_BYTES)
     return nonce + ChaCha20Poly1305(key).encrypt(nonce, message, header)
 
 

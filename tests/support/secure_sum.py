@@ -74,11 +74,10 @@ def stored(member):
 class Round:
     """Server and members, stage by stage; each stage takes the members that are lost before it."""
 
-    def __init__(self, context, *, seed=0, token_bytes=None):
+    def __init__(self, context, *, seed=0):
         self.context = context
         self.graph = graph_for(context.members, context.num_neighbors, context.round_number)
         self.server = SumServer(context, self.graph)
-        self.options = {} if token_bytes is None else {"token_bytes": token_bytes}
         self.members = {
             index: member_of(context, index, near) for index, near in enumerate(self.graph)
         }
@@ -95,14 +94,14 @@ class Round:
     def advertise(self, lost=()):
         for index, member in self.members.items():
             if index not in lost:
-                self.server.add(self.sent(member.advertise(**self.options)))
+                self.server.add(self.sent(member.advertise()))
         self.restore()
         return {index: self.sent(keys) for index, keys in self.server.keys().items()}
 
     def share(self, keys, lost=()):
         for index, message in keys.items():
             if index not in lost:
-                self.server.add(self.sent(self.members[index].share(message, **self.options)))
+                self.server.add(self.sent(self.members[index].share(message)))
         self.restore()
         return {index: self.sent(one) for index, one in self.server.deliveries().items()}
 

@@ -35,7 +35,7 @@ from flower_ext.secure.aggregation.mask_streams import (
     self_mask_key,
     share_hash,
 )
-from flower_ext.secure.aggregation.shamir import SHARE_BYTES, TokenBytes, field_value, split_secret
+from flower_ext.secure.aggregation.shamir import SHARE_BYTES, field_value, split_secret
 from flower_ext.secure.keys_and_ciphers import KEY_BYTES, check_public, decrypt, encrypt, public_of
 
 
@@ -91,13 +91,11 @@ class Member(JsonRecord):
     def __repr__(self) -> str:
         return f"Member(index={self.index}, stage={self.stage.name})"
 
-    def advertise(
-        self, *, identities: Identities | None = None, token_bytes: TokenBytes = secrets.token_bytes
-    ) -> Advert:
+    def advertise(self, *, identities: Identities | None = None) -> Advert:
         """Draw this round's secrets and return the public keys, for the server."""
         self._expect(MemberStage.NEW)
         self._check_signed(identities)
-        mask_private, channel_private, seed = (token_bytes(KEY_BYTES) for _ in range(3))
+        mask_private, channel_private, seed = (secrets.token_bytes(KEY_BYTES) for _ in range(3))
         keys = public_of(mask_private) + public_of(channel_private)
         if identities is not None:
             keys += identities.sign(self.context, self.index, keys)
@@ -107,13 +105,7 @@ class Member(JsonRecord):
         self.mask_private, self.channel_private = mask_private, channel_private
         return advert
 
-    def share(
-        self,
-        message: Keys,
-        *,
-        identities: Identities | None = None,
-        token_bytes: TokenBytes = secrets.token_bytes,
-    ) -> SealedShares:
+    def share(self, message: Keys, *, identities: Identities | None = None) -> SealedShares:
         """Return shares of this member's secrets, each sealed for one neighbour.
 
         Raises
@@ -145,13 +137,13 @@ class Member(JsonRecord):
         for public in halves:
             check_public(public)
         points = [other + 1 for other in sorted(keys)]
-        of_seed = split_secret(self.seed, points, context.threshold, token_bytes)
-        of_key = split_secret(self.mask_private, points, context.threshold, token_bytes)
+        of_seed = split_secret(self.seed, points, context.threshold)
+        of_key = split_secret(self.mask_private, points, context.threshold)
         sealed = {}
         for other in sorted(keys):
             key = self._channel_key(keys[other], sender=index, receiver=other)
             both = of_seed[other + 1] + of_key[other + 1]
-            sealed[other] = encrypt(key, both, context.digest, token_bytes=token_bytes)
+            sealed[other] = encrypt(key, both, context.digest)
             for kind, share in ((OF_SEED, of_seed[other + 1]), (OF_KEY, of_key[other + 1])):
                 # The server later recognises a wrong share by its hash, and blames its holder.
                 sealed[other] += share_hash(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 
 from flower_ext.errors import InvalidValue
 
@@ -11,12 +12,8 @@ SECRET_BYTES = 32
 SHARE_BYTES = 33
 _DRAWN_BYTES = 48  # 127 bits more than the prime, so remainders are within 2^-127 of uniform
 
-TokenBytes = Callable[[int], bytes]
 
-
-def split_secret(
-    secret: bytes, points: Sequence[int], threshold: int, token_bytes: TokenBytes
-) -> dict[int, bytes]:
+def split_secret(secret: bytes, points: Sequence[int], threshold: int) -> dict[int, bytes]:
     """Return one share of ``secret`` for each point; ``threshold`` shares suffice to rebuild it.
 
     Each share is the value of a random polynomial at a point, and points are positive numbers.
@@ -24,9 +21,8 @@ def split_secret(
     if len(secret) != SECRET_BYTES:
         raise InvalidValue(f"secret of {len(secret)} bytes: expected {SECRET_BYTES}")
     _check_points(points, threshold)
-    coefficients = [
-        int.from_bytes(token_bytes(_DRAWN_BYTES), "big") % PRIME for _ in range(threshold - 1)
-    ]
+    drawn = (secrets.token_bytes(_DRAWN_BYTES) for _ in range(threshold - 1))
+    coefficients = [int.from_bytes(number, "big") % PRIME for number in drawn]
     coefficients.append(int.from_bytes(secret, "big"))  # the highest power comes first
     shares = {}
     for point in points:

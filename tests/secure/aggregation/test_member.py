@@ -1,5 +1,6 @@
 """Messages and requests that a member refuses."""
 
+import secrets
 from dataclasses import replace
 
 import numpy as np
@@ -58,7 +59,7 @@ def test_a_question_that_does_not_fit_is_refused(requested, changes, error, mess
 
 
 @pytest.mark.parametrize("step", ["secrets", "signature"])
-def test_a_member_that_cannot_advertise_stays_new_and_advertises_later(step):
+def test_a_member_that_cannot_advertise_stays_new_and_advertises_later(step, monkeypatch):
     fails = [True]
 
     def token_bytes(size):
@@ -74,7 +75,8 @@ def test_a_member_that_cannot_advertise_stays_new_and_advertises_later(step):
 
     context = replace(round_context(num_neighbors=5, threshold=4), signed=step == "signature")
     member = member_of(context, 0, graph_for(num_neighbors=5)[0])
-    options = {"token_bytes": token_bytes} | ({"identities": Identity()} if context.signed else {})
+    monkeypatch.setattr(secrets, "token_bytes", token_bytes)
+    options = {"identities": Identity()} if context.signed else {}
     before = member.to_bytes()
     with pytest.raises(OSError, match="no "):
         member.advertise(**options)
@@ -182,10 +184,10 @@ def test_values_of_another_type_are_refused_and_never_changed():
     np.testing.assert_array_equal(one.vectors[0], before)
 
 
-def test_a_restored_member_sends_the_same_bytes():
+def test_a_restored_member_sends_the_same_bytes(monkeypatch):
     def wire(kept):
-        source = np.random.default_rng(3)
-        one = Round(round_context(), token_bytes=source.bytes)
+        monkeypatch.setattr(secrets, "token_bytes", np.random.default_rng(3).bytes)
+        one = Round(round_context())
         if kept:
             one.restore = lambda: None
         one.run([(), (), (2,), ()])

@@ -1,5 +1,6 @@
 """The server's view of a single upload, and the threshold of a collusion."""
 
+import secrets
 from contextlib import suppress
 from itertools import product
 
@@ -114,8 +115,9 @@ def test_no_two_streams_of_rounds_and_members_have_one_key(monkeypatch):
         member, "apply_mask", lambda key, values, *, subtract=False: used.append((key, subtract))
     )
     for number in (1, 2):
-        source = np.random.default_rng(0)  # the same secrets again
-        one = Round(round_context(number=number), token_bytes=source.bytes)
+        same_secrets = np.random.default_rng(0).bytes
+        monkeypatch.setattr(secrets, "token_bytes", same_secrets)
+        one = Round(round_context(number=number))
         one.mask(one.share(one.advertise()))
     assert len(set(used)) == len(used) == 2 * 6 * 5
     assert len({key for key, _ in used}) == 2 * (6 + 6 * 4 // 2)
