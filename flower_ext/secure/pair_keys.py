@@ -79,10 +79,7 @@ class PairKeys:
             try:
                 shared, _ = agreed(private, public)
             except InvalidValue as error:
-                raise InvalidValue(
-                    f"public_keys[{other}]: expected the 32 bytes of an X25519 key that is not of "
-                    "low order"
-                ) from error
+                raise InvalidValue(f"public_keys[{other}]: {error}") from error
             # Both silos of a pair name themselves in the same order, so they derive the same key.
             low, high = sorted((index, other))
             both = public_keys[low], public_keys[high]

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.files import read_secret
-from flower_ext.secure.aggregation.aggregation_messages import IDENTITY_BYTES, key_pair
+from flower_ext.secure.aggregation.aggregation_messages import IDENTITY_BYTES
 from flower_ext.secure.aggregation.context import RoundContext
 from flower_ext.secure.keys_and_ciphers import KEY_BYTES
 
@@ -103,4 +103,4 @@ class Identities:
 
 def _statement(context: RoundContext, member: int, keys: bytes) -> bytes:
     """Return the bytes that a member signs: the round, the member's number and its public keys."""
-    return _DOMAIN + context.digest + member.to_bytes(8, "big") + b"".join(key_pair(keys))
+    return _DOMAIN + context.digest + member.to_bytes(8, "big") + keys
