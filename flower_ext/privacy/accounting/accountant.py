@@ -22,8 +22,6 @@ from flower_ext.privacy.accounting.events import Counts, PrivacyLoss, Release
 from flower_ext.privacy.accounting.gaussian import without_amplification
 from flower_ext.privacy.accounting.pld import pld_loss
 from flower_ext.privacy.accounting.renyi import renyi_loss, without_replacement_loss
-from flower_ext.privacy.accounting.sampling import FixedSizeSampling, PoissonSampling
-from flower_ext.privacy.units import NeighboringRelation
 
 Accountant = Literal["pld", "rdp"]
 
@@ -201,14 +199,9 @@ def _chance_drawn(counts: Iterable[tuple[Release, int]]) -> float:
     """
     never = 0.0
     for release, count in counts:
-        fixed = isinstance(release.sampling, FixedSizeSampling)
-        secret = isinstance(release.sampling, PoissonSampling) or (
-            fixed and release.relation is NeighboringRelation.REPLACE_ONE
-        )
-        rate = release.sampling.sampling_rate
-        if rate == 1 or not secret:
+        if release.poisson_rate == 1 and not release.is_without_replacement:
             return 1.0
-        never += count * math.log1p(-rate)
+        never += count * math.log1p(-release.sampling.sampling_rate)
     return -math.expm1(never * (1 + 1e-12))
 
 
