@@ -164,18 +164,16 @@ def _remainder_by_grid(noise_multiplier: float, rate: float, order: float) -> fl
     power = order * log_ratio
     with np.errstate(over="ignore"):
         u = rate * np.expm1(exponent)
-    # Three formulas for one function: a series in u, the difference itself, and the logarithm of
-    # its largest term. Each is used where the other two cancel or overflow.
+    # Three formulas for one function: a series in u, the difference itself, and its largest term.
+    # Each is used where the other two cancel, overflow or leave out too much.
     small = np.abs(u) < 1e-2 / order
+    large = (order - 1) * log_ratio > 30  # there 1 + αu is at most α exp(-30) (1 + u)^α
     log_value = np.empty_like(z)
     terms = (special.binom(order, j) * u[small] ** (j - 2) for j in range(2, 8))
     with np.errstate(divide="ignore"):  # log 0, where u = 0
         log_value[small] = 2 * np.log(np.abs(u[small])) + np.log(sum(terms))
-    middle = ~small & (power < 30)
+    middle = ~small & ~large
     log_value[middle] = np.log(np.expm1(power[middle]) - order * u[middle])
-    large = power >= 30  # 1 + αu = (1 + u) (α - (α - 1) / (1 + u)), which avoids u: it may overflow
-    logs = log_ratio[large]
-    taken_off = logs + np.log(order - (order - 1) * np.exp(-logs)) - power[large]
-    log_value[large] = power[large] + np.log1p(-np.exp(taken_off))
+    log_value[large] = power[large]
     log_value += -(z**2) / 2 + math.log(_STEP / math.sqrt(2 * math.pi))
     return float(np.logaddexp.reduce(log_value))
