@@ -84,9 +84,9 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
             if steps is not None:
                 stddev /= steps.upload_noise
         else:
-            moved, uses = noised_values(clipping_norm, steps)
+            sensitivity, uses = noised_values(clipping_norm, steps)
             stddev = composed_noise_stddev(
-                sensitivity=moved, epsilon=epsilon, delta=delta, releases=rounds * uses
+                sensitivity=sensitivity, epsilon=epsilon, delta=delta, releases=rounds * uses
             )
         return cls(
             sampling=sampling,

@@ -185,8 +185,9 @@ def record_level_guarantees(terms: RecordLevelTerms, run: RunSummary) -> list[Gu
     Both guarantees count one upload of every client in every round.
     """
     steps, rounds = terms.steps, run.participations.rounds
-    moved, uses = noised_values(terms.clipping_norm, steps)
-    loss = gaussian_loss(terms.noise_stddev / moved, releases=rounds * uses, delta=terms.delta)
+    sensitivity, uses = noised_values(terms.clipping_norm, steps)
+    multiplier = terms.noise_stddev / sensitivity
+    loss = gaussian_loss(multiplier, releases=rounds * uses, delta=terms.delta)
     claims = Claims(
         unit=PrivacyUnit.RECORD,
         relation=NeighboringRelation.REPLACE_ONE,
@@ -205,18 +206,18 @@ def record_level_guarantees(terms: RecordLevelTerms, run: RunSummary) -> list[Gu
         not_covered=run.not_covered,
     )
     if steps is None:
-        source = f"{rounds} uploads, sensitivity 2C = {moved:.4g}"
+        source = f"{rounds} uploads, sensitivity 2C = {sensitivity:.4g}"
     else:
         source = (
             f"{rounds} rounds of {steps.local_steps} noised steps, {uses} of them with any one "
-            f"record, sensitivity 2ηG/B = {moved:.4g} of a step"
+            f"record, sensitivity 2ηG/B = {sensitivity:.4g} of a step"
         )
     provable = claims.provable(AdversaryView.EACH_UPLOAD, loss, source)
     return [_eqns_7_8(terms, claims, rounds), provable]
 
 
 def _eqns_7_8(terms: RecordLevelTerms, claims: Claims, rounds: int) -> Guarantee:
-    clients, moved = terms.sampling.population, terms.upload_sensitivity
+    clients, sensitivity = terms.sampling.population, terms.upload_sensitivity
     claimed = 2 * terms.clipping_norm / terms.num_examples
     # By Eqns 7–8, noise times ε is constant, so the noise for ε = 1 is this constant.
     for_one = dp_ditto_noise_stddev(
@@ -238,8 +239,8 @@ def _eqns_7_8(terms: RecordLevelTerms, claims: Claims, rounds: int) -> Guarantee
         ),
         Condition(
             f"one record moves a clipped local model by at most 2C/|D_n| = {claimed:.4g} (what "
-            f"holds is {moved:.4g})",
-            moved <= claimed,
+            f"holds is {sensitivity:.4g})",
+            sensitivity <= claimed,
         ),
         Condition(
             "the closed form is at least the ε of qT Gaussians with sensitivity 2C/|D_n| "

@@ -181,7 +181,7 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
     uploads = claims.provable(AdversaryView.EACH_UPLOAD, loss, source)
     if mechanism.secure_sum is None:
         return [theorem_3, uploads]
-    hidden = (*assumptions.of_secure_sum(mechanism), _NOT_HELD)
+    hidden = _hidden_sum(mechanism, run)
     return [theorem_3, claims.provable(AdversaryView.SUM_ONLY, loss, source, *hidden), uploads]
 
 
