@@ -68,17 +68,11 @@ def attention(models: NDArray[np.float64], *, width: float, population: int) -> 
 
     Each row of ``models`` is one flattened model. ``width`` is σ, and ``population`` is N >= n.
     """
-    weights = np.exp(-_squared_distances(models) / width) / population
-    np.fill_diagonal(weights, 0.0)
+    from scipy.spatial.distance import pdist, squareform  # clients do not need SciPy
+
+    weights = squareform(np.exp(-pdist(models, "sqeuclidean") / width) / population)
     np.fill_diagonal(weights, 1.0 - weights.sum(axis=1))
     return np.asarray(weights)
-
-
-def _squared_distances(models: NDArray[np.float64]) -> NDArray[np.float64]:
-    squares = np.square(models).sum(axis=1)
-    distances = squares[:, None] + squares[None, :] - 2 * models @ models.T
-    # Rounding may leave the distance of two equal models just below 0.
-    return np.asarray(np.maximum(distances, 0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +160,9 @@ class FedAMP(Method):
         most = 1.0 - float(np.diag(weights).min())
         if len(models) < 2 or most >= _LEAST_WEIGHT:
             return False
-        pairs = np.triu_indices(len(models), k=1)
-        median = float(np.median(_squared_distances(models)[pairs]))
+        from scipy.spatial.distance import pdist
+
+        median = float(np.median(pdist(models, "sqeuclidean")))
         log.warning(
             "attention_width=%.4g: other clients make up at most %.1e of any client's cloud model, "
             "so clients train almost alone. Choose a larger attention_width, such as the median "
