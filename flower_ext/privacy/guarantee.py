@@ -129,10 +129,6 @@ class Guarantee(JsonRecord):
 
 
 def claim_against(view: AdversaryView, claims: Sequence[Guarantee]) -> Guarantee | None:
-    """Return the provable guarantee against an adversary with this view; None if there is none.
-
-    Without a claim about this view, the function returns a claim about an adversary that sees more.
-    Of several such claims, it takes the one whose adversary sees least.
-    """
+    """Return the provable guarantee that covers a view, as `AdversaryView.covering` finds it."""
     by_view = {claim.view: claim for claim in reversed(claims) if claim.basis == "provable"}
-    return next((by_view[other] for other in view.at_least if other in by_view), None)
+    return view.covering(by_view)

@@ -232,7 +232,7 @@ class RunCharges:
             part.releases.update(Release.from_dict(charge["release"]) for charge in self.charges)
             return part
         for stretch in self.stretches:
-            claim = next((stretch[other] for other in view.at_least if other in stretch), None)
+            claim = view.covering(stretch)
             if claim is None or claim["epsilon"] is None:
                 return _Part(run=self, view=view, is_unbounded=True)
             part.relation = NeighboringRelation(claim["relation"])
@@ -251,8 +251,7 @@ class RunCharges:
 
         The list is empty if the account has no such guarantee.
         """
-        guarantees = (self.guarantees[other] for other in view.at_least if other in self.guarantees)
-        return list(next(guarantees, {}).get(name, ()))
+        return list((view.covering(self.guarantees) or {}).get(name, ()))
 
 
 def runs_of(entries: Sequence[dict[str, Any]]) -> list[RunCharges]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any, TypeVar
+
+Entry = TypeVar("Entry")
 
 
 class PrivacyUnit(StrEnum):
@@ -55,11 +59,11 @@ class AdversaryView(StrEnum):
     RELEASED_MODELS = "released-models"
     MODELS_AND_COHORTS = "models-and-cohorts"
 
-    @property
-    def at_least(self) -> tuple[AdversaryView, ...]:
-        """The view itself, followed by the views of adversaries that see ever more.
+    def covering(self, by_view: Mapping[Any, Entry]) -> Entry | None:
+        """Return the entry for this view or, without one, for the next view that sees more.
 
-        A guarantee against any of these views also holds against this view.
+        A guarantee against an adversary that sees more also holds against this view. The result is
+        None if there is no such entry.
         """
         by_knowledge = (
             AdversaryView.RELEASED_MODELS,
@@ -67,7 +71,8 @@ class AdversaryView(StrEnum):
             AdversaryView.SUM_ONLY,
             AdversaryView.EACH_UPLOAD,
         )
-        return by_knowledge[by_knowledge.index(self) :]
+        views = by_knowledge[by_knowledge.index(self) :]
+        return next((by_view[view] for view in views if view in by_view), None)
 
     @property
     def sees(self) -> str:
