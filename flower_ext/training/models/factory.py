@@ -109,16 +109,12 @@ class ModelFactory:
 
     def initial(self, seed: int) -> Params:
         """Return trained parameters and buffers of a fresh model: the tensors that nodes send."""
-        if self.facts.template is None:
-            return self._initial(seed)
-        if self._last is None or self._last[0] != seed:  # a pretrained model loads slowly
-            self._last = seed, self._initial(seed)
-        return clone(self._last[1])
-
-    def _initial(self, seed: int) -> Params:
-        with seeded(seed, default_device()):
-            state = self._built().state_dict()
-        return clone({name: state[name] for name in self.facts.travelling})
+        last = self._last
+        if last is None or last[0] != seed:  # a pretrained model loads slowly
+            with seeded(seed, default_device()):
+                state = self._built().state_dict()
+            last = self._last = seed, clone({name: state[name] for name in self.facts.travelling})
+        return clone(last[1])
 
     def like_initial(self, seed: int) -> Params:
         """Return random parameters for trials, with the names and shapes of `initial`.

@@ -81,8 +81,9 @@ def why_not_one_by_one(training_kind: TrainingKind, names: Sequence[str]) -> str
 
         def begin(task: Task = on_device) -> Observed:
             model = _random_model(task, names)
-            roots = {"model": model, "loss": task.loss}
-            return Observed(roots, partial(_gradient, task, model, names))
+            point = {n: p for n, p in model.state_dict().items() if n in task.shapes}
+            step = partial(gradient_alone, model, point, names, task.loss)
+            return Observed({"model": model, "loss": task.loss}, step)
 
         order = range(len(examples))
         # Some kernels of accelerators round differently each time.
@@ -96,11 +97,6 @@ def why_not_one_by_one(training_kind: TrainingKind, names: Sequence[str]) -> str
             if reason := why_nothing_learned(name, outputs_of, examples[some], gradients[some]):
                 return reason
     return None
-
-
-def _gradient(task: Task, model: nn.Module, names: Sequence[str], x: Tree, y: Tree) -> Params:
-    point = {n: p for n, p in model.state_dict().items() if n in task.shapes}
-    return gradient_alone(model, point, names, task.loss, x, y)
 
 
 def usual_examples(features: Tree, targets: Tree) -> list[tuple[Tree, Tree]]:

@@ -5,9 +5,7 @@ because every training builds or copies its own model. But trainings share class
 variables and the closures of hooks. Through these, one user's records could change the updates of
 other users, and clipping each update does not bound such a change.
 
-`why_models_differ` and `why_bits_differ` test jobs that train together. `why_models_differ` demands
-that a job ends with the same model as alone, up to rounding. `why_bits_differ` demands that no bit
-of the job's model depends on the other jobs.
+`why_models_differ` and `why_bits_differ` test jobs that train together.
 """
 
 from __future__ import annotations
@@ -123,9 +121,9 @@ def random_job(training_kind: TrainingKind, count: int) -> Job:
 def why_models_differ(
     training_kind: TrainingKind, train_together: TrainTogether, train: Train
 ) -> str | None:
-    """Return why a job ends with a different model if it trains together with another job.
+    """Return why a job that trains with another job ends with a different model than alone.
 
-    None means that the trial found no reason.
+    Rounding makes no difference. None means that the trial found no reason.
     """
 
     # The two jobs have different numbers of examples, so that one of them is padded.
