@@ -31,6 +31,7 @@ from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.dp.control_flow import DecidedTests, ReadsValues, watched
+from flower_ext.training.isolation import attempted
 from flower_ext.training.kind import TrainingKind, kind_of
 from flower_ext.training.models.calls import call_model, call_with
 from flower_ext.training.models.dropout import WithoutDropout
@@ -231,10 +232,8 @@ def _fastest_way(
 
 def _reason_or_error(trial: Callable[..., str | None], *arguments: object) -> str | None:
     """Return the reason that a trial returns, or the error that it raises."""
-    try:
-        return trial(*arguments)
-    except Exception as error:  # a model may raise anything for random examples
-        return repr(error)
+    result = attempted(trial, *arguments)  # a model may raise anything for random examples
+    return repr(result) if isinstance(result, Exception) else result
 
 
 def _sum_of_losses(loss: ExampleLoss, outputs: Any, y: Tree, count: int) -> Tensor:
