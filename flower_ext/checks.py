@@ -23,7 +23,7 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and not is_huge
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     """Return True for a value of an integer type; False for 2.0 and for a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 

@@ -226,8 +226,6 @@ def _on_superlink(run: PreparedRun, env: Mapping[str, str], log: RunLog) -> None
             "interrupted while Flower was starting the run: the run may have started and continue; "
             + flwr.how_to_stop("ID")
         ) from None
-    if not answer.get("success"):
-        raise LaunchFailed(f"flwr run failed: {answer.get('error-message', answer)}")
     run_id = str(answer["run-id"])
     try:
         outcome = flwr.follow(run_id, log)
@@ -250,7 +248,10 @@ class _Flwr:
     env: Mapping[str, str]
 
     def answer(self, *words: str, options: Sequence[str] = ()) -> dict[str, Any]:
-        """Run a command of ``flwr``, such as ``stop RUN_ID``; return the JSON that it prints."""
+        """Run a command of ``flwr``, such as ``stop RUN_ID``; return the JSON that it prints.
+
+        If the command fails, the error is `LaunchFailed`, with the command's message.
+        """
         done = subprocess.run(
             [*self._words(*words), *options, "--format", "json"],
             capture_output=True,
@@ -262,6 +263,8 @@ class _Flwr:
             answer: dict[str, Any] = json.loads(done.stdout)
         except ValueError:
             raise LaunchFailed(f"flwr {words[0]} failed: {done.stdout}{done.stderr}") from None
+        if not answer.get("success"):
+            raise LaunchFailed(f"flwr {words[0]} failed: {answer.get('error-message', answer)}")
         return answer
 
     def follow(self, run_id: str, log: RunLog) -> dict[str, Any]:
@@ -276,7 +279,7 @@ class _Flwr:
         while True:
             try:
                 (outcome,) = self.answer("list", options=["--run-id", run_id])["runs"]
-            except (LaunchFailed, KeyError) as error:
+            except LaunchFailed as error:
                 # The ServerApp may still be running.
                 if time.monotonic() - last_answer > _PATIENCE:
                     raise LaunchFailed(
@@ -293,10 +296,8 @@ class _Flwr:
     def stop(self, run_id: str) -> None:
         """Stop a run, because it would outlive this command and spend privacy budget."""
         try:
-            answer = self.answer("stop", run_id)
-            if not answer.get("success"):
-                raise LaunchFailed(str(answer.get("error-message", answer)))
-        except (LaunchFailed, KeyError, KeyboardInterrupt) as error:
+            self.answer("stop", run_id)
+        except (LaunchFailed, KeyboardInterrupt) as error:
             raise LaunchFailed(
                 f"interrupted, but run {run_id} could not be stopped: it may continue and spend "
                 f"privacy budget; {self.how_to_stop(run_id)} ({error})"

@@ -101,11 +101,8 @@ def _file_of(module: str) -> str:
 def _docstring(name: str, module: str) -> str | None:
     source = Path(_file_of(module)).read_text(encoding="utf-8")
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-    return next(ast.get_docstring(node) for node in functions if node.name == _function(name))
-
-
-def _function(name: str) -> str:
-    return name.replace("-", "_")
+    function = name.replace("-", "_")
+    return next(ast.get_docstring(node) for node in functions if node.name == function)
 
 
 def load_command(name: str, module_name: str) -> click.Command:
@@ -118,7 +115,7 @@ def load_command(name: str, module_name: str) -> click.Command:
             _restore_help(step_command, getattr(module, step))
         return group
     alone = typer.Typer(**_PLAIN)
-    function = getattr(module, _function(name))
+    function = getattr(module, name.replace("-", "_"))
     alone.command(name, cls=Command)(function)
     command = get_command(alone)
     _restore_help(command, function)

@@ -144,14 +144,13 @@ def _choose_paths(
     is_local, config = options.superlink is None, {**defaults, **changes}
     if (is_local or options.runs is not None) and not config.get("run-directory", True):
         name, folder = str(config.get("method", options.app.name)), options.runs or Path("runs")
-        folder = folder.absolute() if is_local else folder
         config["run-directory"] = str(new_run_path(folder, name, datetime.now(UTC)))
+    if is_local and not config.get("data-folder", True):
+        config["data-folder"] = os.environ.get(FOLDER_VARIABLE)
     paths = _absolute(config, is_local=is_local)
     path = Path(paths["run-directory"]) if "run-directory" in paths else None
     if is_local and path and "state-folder" not in changes and defaults.get("state-folder") == "":
         paths["state-folder"] = str(path / "state")  # for --resume
-    if is_local and not config.get("data-folder", True):
-        paths |= _absolute({"data-folder": os.environ.get(FOLDER_VARIABLE)}, is_local=True)
     return path, {**changes, **paths}
 
 

@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 
-from flower_ext.checks import require_positive
+from flower_ext.checks import require_one_of, require_positive
 from flower_ext.errors import InvalidValue
 
 _ATTEMPTS = 100
@@ -43,8 +43,7 @@ def partition(
         "dirichlet": partial(dirichlet, alpha=alpha, min_size=min_size),
         "iid": iid,
     }
-    if kind not in schemes:
-        raise InvalidValue(f"partition={kind!r}: expected pathological, dirichlet or iid")
+    require_one_of("partition", kind, [*schemes])
     return schemes[kind](targets, num_partitions=num_partitions, rng=rng)
 
 

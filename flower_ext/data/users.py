@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flower_ext.checks import require_at_least_one
+from flower_ext.checks import is_integer, require_at_least_one
 from flower_ext.data import trees
 from flower_ext.data.examples import ClientData, Examples
 from flower_ext.errors import InvalidValue
@@ -191,7 +190,7 @@ def group_size(histogram: np.ndarray, size: int | Literal["max", "median"]) -> i
     ValueError
         ``size`` is below 1 or an unknown text, or there is no record.
     """
-    if isinstance(size, Integral) and not isinstance(size, bool) and size >= 1:
+    if is_integer(size) and size >= 1:
         return int(size)
     if size not in ("max", "median"):
         raise InvalidValue(f"group_size={size!r}: expected an integer >= 1, 'max' or 'median'")

@@ -186,12 +186,10 @@ def _run_row(run: RunSpend) -> tuple[str, ...]:
     return run.label, run.method, str(run.rounds), f"{run.delta:.3g}", *shown
 
 
-def _account_values(
-    path: Path, epsilon: float | None = None, delta: float | None = None
-) -> dict[str, Any]:
+def _account_values(path: Path, epsilon: float | None, delta: float | None) -> dict[str, Any]:
     """Return the values that the template ``study.md.jinja`` shows about all runs of an account.
 
-    By default, ``epsilon`` and ``delta`` are the budget in the last charge to the account.
+    Where ``epsilon`` or ``delta`` is None, the last charge to the account gives the number.
     """
     entries = Ledger.read(path)
     if any(entry["kind"] == RESERVE for entry in entries):

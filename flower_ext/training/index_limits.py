@@ -110,6 +110,9 @@ class IndexLimits:
         return takes
 
 
+_limits = lru_cache(maxsize=64)(IndexLimits)
+
+
 def usable_rows(task: Task, features: Tree, targets: Tree) -> Tensor:
     """Return booleans (n,) on the CPU: True for an example if the task accepts its integers."""
     return _limits(kind_of(task, features, targets, {})).usable(features, targets)
@@ -132,8 +135,3 @@ def on_device(task: Task, examples: Examples) -> Examples:
     if device.type != "cpu" and len(examples):
         require_usable(task, examples)
     return examples.to(device)
-
-
-@lru_cache(maxsize=64)
-def _limits(training_kind: TrainingKind) -> IndexLimits:
-    return IndexLimits(training_kind)

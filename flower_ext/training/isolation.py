@@ -27,15 +27,12 @@ class ClientCrashed(RuntimeError):
     """A client's code raised a BaseException such as SystemExit; see ``__cause__``."""
 
 
-def _settings() -> tuple[Any, ...]:
-    return torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()
-
-
-_RESTORE: tuple[Callable[[Any], object], ...] = (
-    torch.set_grad_enabled,
-    torch.set_default_dtype,
-    torch.set_num_threads,
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
 )
+"""Functions that read a setting of the process, and that change it."""
 
 
 class isolated:
@@ -54,12 +51,12 @@ class isolated:
 
     # No generator, which Python would end with a printed error if an interrupt skips `__exit__`.
     def __enter__(self) -> None:
-        self._settings = _settings()
+        self._before = [read() for read, _ in _SETTINGS]
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        for restore, before, now in zip(_RESTORE, self._settings, _settings(), strict=True):
-            if now != before:
-                restore(before)
+        for (read, change), before in zip(_SETTINGS, self._before, strict=True):
+            if read() != before:
+                change(before)
         if error is not None and not isinstance(error, Exception | KeyboardInterrupt):
             raise ClientCrashed(f"the client's code raised {type(error).__name__}") from error
 

@@ -18,6 +18,7 @@ from flower_ext.checks import (
     FractionBelowOne,
     NotNegative,
     Positive,
+    require_one_of,
 )
 from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
@@ -89,9 +90,7 @@ class LocalTraining(Checked):
                 f"tolerance={self.tolerance!r}: expected 0 with sam_radius={self.sam_radius!r}, "
                 "because training with a tolerance finds the exact minimiser, without such steps"
             )
-        if self.optimizer not in OPTIMIZERS:
-            known = ", ".join(sorted(OPTIMIZERS))
-            raise InvalidValue(f"optimizer={self.optimizer!r}: expected one of {known}")
+        require_one_of("optimizer", self.optimizer, sorted(OPTIMIZERS))
         unused = () if self.optimizer == SGD else ("momentum", "tolerance")
         for name in unused if self.optimizer in DECAYING else (*unused, "weight_decay"):
             if value := getattr(self, name):

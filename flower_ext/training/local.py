@@ -167,7 +167,6 @@ def newton(
     ValueError
         There are too many parameters.
     """
-    names, shapes = list(start), [p.shape for p in start.values()]
     sizes = [p.numel() for p in start.values()]
     if sum(sizes) > MOST_PARAMETERS:
         raise InvalidValue(
@@ -177,10 +176,8 @@ def newton(
     x = trees.double(examples.features)
 
     def parts(flat: Tensor) -> Params:
-        cut = torch.split(flat, sizes)
-        return {
-            name: part.view(shape) for name, part, shape in zip(names, cut, shapes, strict=True)
-        }
+        pairs = zip(start.items(), torch.split(flat, sizes), strict=True)
+        return {name: part.view_as(p) for (name, p), part in pairs}
 
     def loss(flat: Tensor) -> Tensor:
         return loss_at(parts(flat), x, examples.targets)

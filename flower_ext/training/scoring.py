@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from flower_ext.data import Examples, trees
-from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.index_limits import on_device
 from flower_ext.training.isolation import attempted, seeded
-from flower_ext.training.models.calls import SettableModel, settable_model
+from flower_ext.training.models.calls import settable_model
 from flower_ext.training.params import to_device
 from flower_ext.training.task import Task
 
@@ -49,10 +48,15 @@ def evaluate(task: Task, params: Mapping[str, Tensor], examples: Examples) -> di
     model.set_params(to_device(params, device))
     # A model or a metric that draws numbers draws the same ones for every client.
     with seeded(0, device):
-        outputs, targets = _outputs(task, model, examples)
+        examples = on_device(task, examples)
+        parts = trees.split(examples.features, _ROWS)
+        # Copy each mini-batch, because the model may write into it.
+        outputs = _joined(
+            [model(trees.mapped(Tensor.clone, part)) for part in parts], [*map(trees.length, parts)]
+        )
 
         def value(metric: Callable[..., Any]) -> float:
-            return float(metric(outputs, targets))
+            return float(metric(outputs, examples.targets))
 
         metrics: dict[str, Callable[..., Any]] = {"loss": task.loss, **task.metrics}
         values = {name: attempted(value, metric) for name, metric in metrics.items()}
@@ -65,15 +69,6 @@ def evaluate(task: Task, params: Mapping[str, Tensor], examples: Examples) -> di
         log.log(level, "the score %r failed, so it is left out", name, exc_info=failure)
         shown.add(name)
     return {name: math.nan if isinstance(v, Exception) else v for name, v in values.items()}
-
-
-def _outputs(task: Task, model: SettableModel, examples: Examples) -> tuple[Any, Tree]:
-    """Return the model's outputs and the targets, on the task's device."""
-    examples = on_device(task, examples)
-    # Copy each mini-batch, because the model may write into it.
-    parts = trees.split(examples.features, _ROWS)
-    outputs = [model(trees.mapped(Tensor.clone, part)) for part in parts]
-    return _joined(outputs, [*map(trees.length, parts)]), examples.targets
 
 
 def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:

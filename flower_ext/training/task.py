@@ -123,16 +123,12 @@ class Task:
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the parameters and buffers that are sent between nodes, by name."""
-        return {name: tuple(shape) for name, (shape, _) in self.factory.facts.travelling.items()}
+        return {name: tuple(tensor.shape) for name, tensor in self.template.items()}
 
-    @cached_property
+    @property
     def template(self) -> Params:
         """Tensors without values, with the names, shapes and types of the tensors that are sent."""
-        travelling = self.factory.facts.travelling.items()
-        return {
-            name: torch.empty(shape, dtype=dtype, device="meta")
-            for name, (shape, dtype) in travelling
-        }
+        return self.factory.facts.travelling
 
     def torch_device(self) -> torch.device:
         """Return the device on which this process trains."""

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flower_ext.errors import InvalidValue
 from flower_ext.training.models.dropout import Draws
+from flower_ext.training.models.factory import tied_names
 
 BatchLoss = Callable[[Tensor], Tensor]
 """A function from the outputs of K models, of shape (K, batch, …), to a number."""
@@ -82,8 +83,7 @@ class MappedModel:
         """Names of the trained parameters."""
         self._model = model
         self._pass: _Pass
-        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        self._is_tied = len(set(names)) > len([*model.parameters()])
+        self._is_tied = bool(tied_names(model))
         on_cpu = all(parameter.is_cpu for parameter in model.parameters())
         self._by_products = not on_cpu if by_products is None else by_products
         self.draws = False

@@ -26,7 +26,7 @@ from flower_ext.training.isolation import draws_generator
 from flower_ext.training.job import Job, batch_rows
 from flower_ext.training.models.dropout import Draws
 from flower_ext.training.models.factory import ModelFactory, in_training
-from flower_ext.training.params import Params, Sizes, flat_rows, sizes
+from flower_ext.training.params import Params, flat_rows
 from flower_ext.training.problem import affine
 from flower_ext.training.task import Task
 
@@ -39,7 +39,7 @@ _TOGETHER_ELSEWHERE = 4096
 
 
 @lru_cache(maxsize=64)
-def _models(factory: ModelFactory, device: torch.device, parameters: Sizes) -> MappedModel:
+def _models(factory: ModelFactory, device: torch.device) -> MappedModel:
     """Return a `MappedModel`, which computes several models at once."""
     return MappedModel(in_training(factory.on(device)))
 
@@ -65,7 +65,7 @@ class Stack:
     def __init__(self, task: Task, jobs: Sequence[Job], trained: Callable[[str], bool]) -> None:
         self.task, self.jobs = task, jobs
         self.device = task.torch_device()
-        self.models = _models(task.factory, self.device, sizes(jobs[0].params))
+        self.models = _models(task.factory, self.device)
         self.names = [name for name in self.models.parameters if trained(name)]
         if not self.names:
             raise InvalidValue("trained selects no parameter of the model: expected at least one")

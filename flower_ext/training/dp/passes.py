@@ -31,10 +31,11 @@ from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.dp.control_flow import DecidedTests, ReadsValues, watched
+from flower_ext.training.isolation import attempted
 from flower_ext.training.kind import TrainingKind, kind_of
 from flower_ext.training.models.calls import call_model, call_with
 from flower_ext.training.models.dropout import WithoutDropout
-from flower_ext.training.params import Params, clone
+from flower_ext.training.params import Params
 from flower_ext.training.single_examples.alone import (
     ExampleLoss,
     gradient_alone,
@@ -172,19 +173,16 @@ class Passes:
         return DecidedTests() if self.decides_tests else nullcontext()
 
     def _outputs(self, x: Tree) -> Any:
-        # Restore the buffers: they could count the passes, whose number is private.
-        buffers = clone(dict(self.model.named_buffers()))
+        # Buffers must stay unchanged: they could count the passes, whose number is private.
         with self._decided_tests():
-            return call_with(self.model, buffers, x) if buffers else call_model(self.model, x)
+            return call_with(self.model, {}, x)
 
     def by_vmap(self, x: Tree, y: Tree, loss: ExampleLoss) -> Parts:
         """Return the gradient of each example, for any model that vmap supports."""
         chosen = {name: self.params[name] for name in self.names}
-        buffers = {n: self.params.get(n, b) for n, b in self.model.named_buffers()}
-        point = {**self.params, **clone(buffers)}
 
         def alone(chosen: Params, x: Tree, y: Tree) -> Tensor:
-            return loss_alone(self.model, {**point, **chosen}, loss, x, y)
+            return loss_alone(self.model, {**self.params, **chosen}, loss, x, y)
 
         rows = vmap(grad(alone), in_dims=(None, 0, 0), randomness="different")(chosen, x, y)
         return {name: GradientRows(part) for name, part in rows.items()}
@@ -234,10 +232,8 @@ def _fastest_way(
 
 def _reason_or_error(trial: Callable[..., str | None], *arguments: object) -> str | None:
     """Return the reason that a trial returns, or the error that it raises."""
-    try:
-        return trial(*arguments)
-    except Exception as error:  # a model may raise anything for random examples
-        return repr(error)
+    result = attempted(trial, *arguments)  # a model may raise anything for random examples
+    return repr(result) if isinstance(result, Exception) else result
 
 
 def _sum_of_losses(loss: ExampleLoss, outputs: Any, y: Tree, count: int) -> Tensor:

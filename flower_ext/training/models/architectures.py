@@ -13,6 +13,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flower_ext.checks import require_at_least_one, require_one_of
 from flower_ext.errors import InvalidValue
 
 
@@ -135,10 +136,8 @@ def build(name: str, *, num_classes: int | None = None) -> HeadedModel:
         The name is unknown (the message lists the known ones), or ``num_classes`` is below 1 or
         does not suit the model.
     """
-    if name not in _MODELS:
-        raise InvalidValue(f"model={name!r}: expected one of {', '.join(_MODELS)}")
+    require_one_of("model", name, [*_MODELS])
     if num_classes is None:
         return _MODELS[name]()
-    if num_classes < 1:
-        raise InvalidValue(f"num_classes={num_classes!r}: expected at least 1")
+    require_at_least_one("num_classes", num_classes)
     return _MODELS[name](num_classes=num_classes)

@@ -19,7 +19,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.training.isolation import seeded
 from flower_ext.training.models.dropout import own_dropout
 from flower_ext.training.models.factory import ModelFactory, in_training
-from flower_ext.training.params import Params
+from flower_ext.training.params import Params, clone
 
 
 def call_model(model: Callable[..., Any], x: Tree) -> Any:
@@ -30,17 +30,18 @@ def call_model(model: Callable[..., Any], x: Tree) -> Any:
 
 
 def call_with(model: nn.Module, params: Params, x: Tree) -> Any:
-    """Call a model with ``params`` in place of its own tensors of the same names.
+    """Call a model with ``params`` in place of its own parameters; its buffers stay unchanged.
 
-    If the model fails because its features and parameters have different floating-point types, the
-    error is `UnlikeTypes`.
+    The model gets copies of its buffers, because it may write into them. If the model fails because
+    its features and parameters have different floating-point types, the error is `UnlikeTypes`.
     """
+    tensors = {**params, **clone(dict(model.named_buffers()))}
 
     def replaced(*given: Tree, **named: Tree) -> Any:
-        return functional_call(model, params, given, named)
+        return functional_call(model, tensors, given, named)
 
     with _telling_types(model, params, x):
-        return call_model(replaced, x)
+        return call_model(replaced if tensors else model, x)
 
 
 class SettableModel:

@@ -50,8 +50,8 @@ class ModelFacts(NamedTuple):
     """Frozen parameters, and buffers of frozen layers; the caller must not change them."""
     tied: Mapping[str, str]
     """Maps each further name of a tied parameter to its first name, under which nodes send it."""
-    travelling: Mapping[str, tuple[torch.Size, torch.dtype]]
-    """Shapes and types of the tensors that nodes send: trained parameters, and buffers."""
+    travelling: Params
+    """The tensors that nodes send, trained parameters and buffers, without their values."""
     known: bool
     """True if all layers are *known*: layers of PyTorch or this package, with nothing added."""
     known_holders: bool
@@ -67,8 +67,8 @@ class ModelFacts(NamedTuple):
         keep a missing tensor of the previous client.
         """
         return self.known and all(
-            name in params and params[name].shape == shape
-            for name, (shape, _) in self.travelling.items()
+            name in params and params[name].shape == tensor.shape
+            for name, tensor in self.travelling.items()
         )
 
 
@@ -109,16 +109,12 @@ class ModelFactory:
 
     def initial(self, seed: int) -> Params:
         """Return trained parameters and buffers of a fresh model: the tensors that nodes send."""
-        if self.facts.template is None:
-            return self._initial(seed)
-        if self._last is None or self._last[0] != seed:  # a pretrained model loads slowly
-            self._last = seed, self._initial(seed)
-        return clone(self._last[1])
-
-    def _initial(self, seed: int) -> Params:
-        with seeded(seed, default_device()):
-            state = self._built().state_dict()
-        return clone({name: state[name] for name in self.facts.travelling})
+        last = self._last
+        if last is None or last[0] != seed:  # a pretrained model loads slowly
+            with seeded(seed, default_device()):
+                state = self._built().state_dict()
+            last = self._last = seed, clone({name: state[name] for name in self.facts.travelling})
+        return clone(last[1])
 
     def like_initial(self, seed: int) -> Params:
         """Return random parameters for trials, with the names and shapes of `initial`.
@@ -157,14 +153,14 @@ class ModelFactory:
         tied = tied_names(model)
         state = model.state_dict()
         travelling = {
-            name: (value.shape, value.dtype)
+            name: torch.empty(value.shape, dtype=value.dtype, device="meta")
             for name, value in state.items()
             if name not in frozen and name not in tied
         }
-        for name, (_, dtype) in travelling.items():
-            if remedy := _REMEDIES.get(dtype):
+        for name, tensor in travelling.items():
+            if remedy := _REMEDIES.get(tensor.dtype):
                 raise InvalidValue(
-                    f"{name!r} has type {dtype}, which cannot be sent under noise: expected "
+                    f"{name!r} has type {tensor.dtype}, which cannot be sent under noise: expected "
                     f"float32 or float64; {remedy}. Frozen tensors may have any type"
                 )
         holders = [module for module in model.modules() if module._parameters or module._buffers]

@@ -13,7 +13,7 @@ from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.models.calls import call_with
 from flower_ext.training.models.factory import in_training, suits_channels_last
-from flower_ext.training.params import Params, clone
+from flower_ext.training.params import Params
 from flower_ext.training.problem import gradient
 from flower_ext.training.task import Task
 
@@ -58,8 +58,7 @@ def gradient_alone(
     model: nn.Module, params: Params, names: Sequence[str], loss: ExampleLoss, x: Tree, y: Tree
 ) -> Params:
     """Return one example's gradient. The example has no batch dimension; buffers stay unchanged."""
-    point = {**params, **clone(dict(model.named_buffers()))}
     return gradient(
-        lambda leaves: loss_alone(model, {**point, **leaves}, loss, x, y),
+        lambda leaves: loss_alone(model, {**params, **leaves}, loss, x, y),
         {name: params[name] for name in names},
     )

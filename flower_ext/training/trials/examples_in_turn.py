@@ -23,7 +23,7 @@ from flower_ext.training.isolation import attempted, deterministic_kernels, seed
 from flower_ext.training.kind import TrainingKind
 from flower_ext.training.models.calls import UnlikeTypes, call_with
 from flower_ext.training.models.dropout import WithoutDropout
-from flower_ext.training.params import Params, clone, shaken
+from flower_ext.training.params import Params, shaken
 from flower_ext.training.single_examples.alone import (
     gradient_alone,
     has_rows,
@@ -81,8 +81,9 @@ def why_not_one_by_one(training_kind: TrainingKind, names: Sequence[str]) -> str
 
         def begin(task: Task = on_device) -> Observed:
             model = _random_model(task, names)
-            roots = {"model": model, "loss": task.loss}
-            return Observed(roots, partial(_gradient, task, model, names))
+            point = {n: p for n, p in model.state_dict().items() if n in task.shapes}
+            step = partial(gradient_alone, model, point, names, task.loss)
+            return Observed({"model": model, "loss": task.loss}, step)
 
         order = range(len(examples))
         # Some kernels of accelerators round differently each time.
@@ -91,22 +92,11 @@ def why_not_one_by_one(training_kind: TrainingKind, names: Sequence[str]) -> str
         if place is not None:
             return _KEEPS.format(place=place)
         if device == training_kind.device:
-            name, outputs_of = type(model).__name__, partial(_outputs_of, model)
+            name, outputs_of = type(model).__name__, partial(call_with, model, {})
             some = slice(len(usual))
             if reason := why_nothing_learned(name, outputs_of, examples[some], gradients[some]):
                 return reason
     return None
-
-
-def _gradient(task: Task, model: nn.Module, names: Sequence[str], x: Tree, y: Tree) -> Params:
-    point = {n: p for n, p in model.state_dict().items() if n in task.shapes}
-    return gradient_alone(model, point, names, task.loss, x, y)
-
-
-def _outputs_of(model: nn.Module, x: Tree) -> Tree:
-    """Return a model's outputs without changing its buffers."""
-    buffers = clone(dict(model.named_buffers()))
-    return call_with(model, {**dict(model.named_parameters()), **buffers}, x)
 
 
 def usual_examples(features: Tree, targets: Tree) -> list[tuple[Tree, Tree]]:

@@ -8,8 +8,7 @@ does not bound such a change.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,9 +18,9 @@ from torch import Tensor, nn
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.training.kind import TrainingKind
-from flower_ext.training.models.calls import call_model
+from flower_ext.training.models.calls import call_with
 from flower_ext.training.models.dropout import WithoutDropout
-from flower_ext.training.params import Params, clone, flat_rows, shaken
+from flower_ext.training.params import Params, flat_rows, shaken
 from flower_ext.training.single_examples.alone import ExampleLoss, gradient_alone, has_rows
 from flower_ext.training.single_examples.layers import Parts
 from flower_ext.training.trials.made_up_examples import (
@@ -42,8 +41,8 @@ GradientPass = Callable[[Tree, Tree, ExampleLoss], Parts]
 class BatchInvarianceTrial:
     """Trials of one model on random examples of a kind; ``names`` are the trained parameters.
 
-    The trials use random ``params``, because under a head that begins at zero, the gradients of all
-    other layers are zero. They restore ``params`` at the end. An argument ``gradient_pass`` is a
+    The constructor gives ``model``, whose tensors are ``params``, random weights: under a head that
+    begins at zero, the gradients of all other layers are zero. An argument ``gradient_pass`` is a
     function that computes the gradients of several examples in one pass; ``count`` is their number.
     """
 
@@ -52,6 +51,10 @@ class BatchInvarianceTrial:
     ) -> None:
         self.training_kind, self.names = training_kind, names
         self.model, self.params = model, params
+        self._generator = torch.Generator().manual_seed(0)
+        weights = {name: w for name, w in model.named_parameters() if name in params}
+        for name, weight in shaken(weights, self._generator).items():
+            weights[name].copy_(weight)
 
     def why_gradients_differ(self, gradient_pass: GradientPass, count: int) -> str | None:
         """Return why an example has a different gradient in a pass over several examples.
@@ -60,7 +63,8 @@ class BatchInvarianceTrial:
         reaches the caller.
         """
         targets = trees.zeros(self.training_kind.targets, count)
-        with self._random_weights() as generator:
+        generator = self._generator.clone_state()
+        with WithoutDropout():
             x, directions = self._examples(count, generator)
             tried = torch.tensor([0, count // 2, count - 1], device=trees.first(x).device)
             for loss, y in ((_directional_loss, directions), (self.training_kind.loss, targets)):
@@ -88,8 +92,8 @@ class BatchInvarianceTrial:
         threads.
         """
         targets = trees.zeros(self.training_kind.targets, count)
-        with self._random_weights() as generator:
-            x, directions = self._examples(count, generator)
+        with WithoutDropout():
+            x, directions = self._examples(count, self._generator.clone_state())
             places = torch.arange(count, device=trees.first(x).device)
             for loss, y in ((_directional_loss, directions), (self.training_kind.loss, targets)):
                 gradients_of = partial(_gradients_of_pass, gradient_pass, loss)
@@ -134,8 +138,8 @@ class BatchInvarianceTrial:
         model = self.model if trees.first(x).is_cpu else copy.deepcopy(self.model).cpu()
         x = trees.mapped(lambda leaf: leaf.cpu().clone(), x)
         try:
-            outputs = [call_model(model, example) for example in trees.split(x, 1)]
-            call_model(model, trees.mapped(Tensor.clone, x))
+            outputs = [call_with(model, {}, example) for example in trees.split(x, 1)]
+            call_with(model, {}, trees.mapped(Tensor.clone, x))
         except Exception:  # a model may raise anything
             return False
         leaves = [leaf for output in outputs for leaf in trees.leaves(output)]
@@ -146,27 +150,12 @@ class BatchInvarianceTrial:
         x = random_examples(self.training_kind.features, count, generator)
         pair = trees.mapped(lambda leaf: leaf[:2].clone(), x)
         with torch.no_grad():
-            outputs = call_model(self.model, pair)
+            outputs = call_with(self.model, {}, pair)
         return x, {
             name: torch.randn(count, *leaf.shape[1:], generator=generator).to(leaf.device)
             for name, leaf in trees.named("", outputs)
             if has_rows(leaf, 2) and leaf.is_floating_point()
         }
-
-    @contextmanager
-    def _random_weights(self) -> Iterator[torch.Generator]:
-        generator = torch.Generator().manual_seed(0)
-        weights = {n: w for n, w in self.model.named_parameters() if n in self.params}
-        touched = weights | dict(self.model.named_buffers())  # passes may write into buffers
-        before = clone(touched)
-        for name, weight in shaken(weights, generator).items():
-            weights[name].copy_(weight)
-        try:
-            with WithoutDropout():
-                yield generator
-        finally:
-            for name, tensor in touched.items():
-                tensor.copy_(before[name])
 
 
 def _pass_apart(

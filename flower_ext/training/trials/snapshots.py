@@ -190,8 +190,9 @@ def _checksum(tensor: Tensor) -> Hashable:
 
 def _parts(name: str, value: Any, values: Snapshot) -> Iterable[tuple[str, Any]]:
     """Return an object's places and their contents; add the object's length to ``values``."""
-    if isinstance(value, dict):
-        return _of_mapping(name, value, values)
+    if isinstance(value, Mapping):
+        values[name] = type(value), len(value)
+        return [(_inner(name, key), inner) for key, inner in [*value.items()]]
     if isinstance(value, _SEQUENCES):
         values[name] = type(value), len(value)
         return [(f"{name}[{number}]", inner) for number, inner in enumerate(value)]
@@ -207,16 +208,7 @@ def _parts(name: str, value: Any, values: Snapshot) -> Iterable[tuple[str, Any]]
         return [(name, value.__func__)]
     if isinstance(value, torch.Generator):
         return [(name, value.get_state())]
-    if isinstance(value, Mapping):
-        return _of_mapping(name, value, values)
     return _of_object(name, value)
-
-
-def _of_mapping(
-    name: str, mapping: Mapping[Any, Any], values: Snapshot
-) -> Iterable[tuple[str, Any]]:
-    values[name] = type(mapping), len(mapping)
-    return ((_inner(name, key), inner) for key, inner in [*mapping.items()])
 
 
 def _inner(name: str, key: Any) -> str:

@@ -5,9 +5,7 @@ because every training builds or copies its own model. But trainings share class
 variables and the closures of hooks. Through these, one user's records could change the updates of
 other users, and clipping each update does not bound such a change.
 
-`why_models_differ` and `why_bits_differ` test jobs that train together. `why_models_differ` demands
-that a job ends with the same model as alone, up to rounding. `why_bits_differ` demands that no bit
-of the job's model depends on the other jobs.
+`why_models_differ` and `why_bits_differ` test jobs that train together.
 """
 
 from __future__ import annotations
@@ -123,9 +121,9 @@ def random_job(training_kind: TrainingKind, count: int) -> Job:
 def why_models_differ(
     training_kind: TrainingKind, train_together: TrainTogether, train: Train
 ) -> str | None:
-    """Return why a job ends with a different model if it trains together with another job.
+    """Return why a job that trains with another job ends with a different model than alone.
 
-    None means that the trial found no reason.
+    Rounding makes no difference. None means that the trial found no reason.
     """
 
     # The two jobs have different numbers of examples, so that one of them is padded.
@@ -134,7 +132,7 @@ def why_models_differ(
 
     with torch.random.fork_rng(devices=[]):
         try:
-            rows = train_together(jobs(), _every_name)
+            rows = train_together(jobs(), lambda name: True)
             models = [train(training_kind.task, job) for job in jobs()]
         except Exception as error:  # a model or a loss may raise anything for a batch
             return f"training two jobs together raises {error!r}"
@@ -201,7 +199,7 @@ def why_bits_differ(
             _with_settings(job, training, values[number % len(values)], terms=terms)
             for number, job in zip(order, made, strict=True)
         ]
-        rows = train_together(jobs, _every_name)
+        rows = train_together(jobs, lambda name: True)
         return {k: {n: w[row] for n, w in rows.items()} for row, k in enumerate(order)}
 
     expected = models(range(count))
@@ -231,7 +229,3 @@ def _with_settings(job: Job, training: LocalTraining, value: float | None, *, te
         training=training,
         terms=[Proximal(weight=0.1, anchor=job.params)] * terms,
     )
-
-
-def _every_name(name: str) -> bool:
-    return True

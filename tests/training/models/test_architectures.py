@@ -76,7 +76,7 @@ def test_batch_normalisation_precedes_each_relu_and_is_not_shared():
 def test_an_unknown_model_lists_the_known_ones():
     with pytest.raises(ValueError, match="model='gpt': expected one of digits-mlp"):
         build("gpt")
-    with pytest.raises(ValueError, match="num_classes=0: expected at least 1"):
+    with pytest.raises(ValueError, match="num_classes=0: expected an integer >= 1"):
         build("digits-mlp", num_classes=0)
 
 
