@@ -45,7 +45,7 @@ from flower_ext.federation.client import client_level_mod
 from flower_ext.federation.engines import workers
 from flower_ext.federation.messages import packing, records
 from flower_ext.federation.messages.upload_reply import Update, UploadReply
-from flower_ext.federation.sums import masked, summation, weighted_silo
+from flower_ext.federation.sums import masked, plain, weighted_silo
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.federation.sums.weighted import WeightedSum
 from flower_ext.privacy import (
@@ -401,7 +401,7 @@ PATHS = {
             records_of=lambda client: 5 if client == LAST else 1,
             factor=(CLIENTS + 4) / 5,
         ),
-        through=(ADDED, (summation, "as_float64"), (summation, "divided")),
+        through=(ADDED, (plain, "as_float64"), (plain, "divided")),
         bound=math.inf,
     ),
     "arrays, whole models": Path(
@@ -420,7 +420,7 @@ PATHS = {
     # Messages, as Ray and SuperNodes send them.
     "messages, the server clips": Path(
         run=partial(sent, grid=Messages),
-        through=(CLIPPED, (summation.PlainSum, "open"), (Update, "content")),
+        through=(CLIPPED, (plain.PlainSum, "open"), (Update, "content")),
     ),
     "messages, the clients clip": Path(
         run=partial(sent, plan=BY_CLIENTS, grid=Messages),
