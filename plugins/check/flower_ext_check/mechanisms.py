@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.server.run_guarantees import summary_of
-from flower_ext.privacy import FullParticipation, NeighboringRelation, Release
+from flower_ext.privacy import FullParticipation, GroupPlan, NeighboringRelation, Release
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import ClipSteps, ObjectivePerturbation
 from flower_ext.privacy.plans.release_mechanism import AdaptiveRelease, SpacedRelease
@@ -90,13 +90,23 @@ def mechanism_of(strategy: FederatedStrategy, rounds: int) -> Mechanism:
     sizes = range(1, min(sampling.population, _LARGEST_COHORT) + 1)
     values = [noised_value(mechanism, summary, size) for size in sizes]
     if (value := values[0]) is None:
-        inside = f"the noise of {type(mechanism).__name__} is inside the training on the client"
         if isinstance(protection, ObjectivePerturbation):
-            inside = (
+            why = (
                 "objective perturbation adds its noise, which is not Gaussian, to the objective "
-                "that a client minimises"
+                "that a client minimises, and no message shows it alone"
             )
-        why = "" if mechanism.delta is None else f"{inside}, and no message shows it alone"
+        elif isinstance(mechanism, GroupPlan):
+            why = (
+                "the noise of GroupPlan is inside the training on the client, and no message shows "
+                "it alone"
+            )
+        elif mechanism.delta is None:
+            why = ""
+        else:
+            why = (
+                f"the check does not know to which value {type(mechanism).__name__} adds noise, "
+                "because it is no mechanism of flower_ext"
+            )
         in_upload = protection is None or protection.hides_failures
         return Mechanism(protects_public_update=in_upload, unmeasured=why)
     release, count = mechanism.release, rounds * value.per_round

@@ -1,7 +1,11 @@
 """The noise of a mechanism's noised value has the ε that the mechanism's guarantee states."""
 
+from dataclasses import dataclass
+
 import pytest
 
+from flower_ext.algorithms import DPFedAvg
+from flower_ext.federation import FederatedStrategy
 from flower_ext.privacy import (
     AdaptiveClipping,
     CorrelatedNoise,
@@ -16,6 +20,7 @@ from flower_ext.privacy import (
     SpacedSampling,
     gaussian_loss,
 )
+from flower_ext_check.mechanisms import mechanism_of
 from flower_ext_check.noised_value import noised_value
 from tests.support.plans import mechanism, steps
 from tests.support.run_summary import run_summary
@@ -79,3 +84,16 @@ def test_without_gaussian_noise_in_a_message_no_value_is_stated():
     )
     assert noised_value(perturbed, SUMMARY, 1) is None
     assert noised_value(NonPrivatePlan(sampling=everyone), SUMMARY, 1) is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherNoise(NonPrivatePlan):
+    """A plan of a user, with noise that the check does not know."""
+
+    delta = 1e-5
+
+
+def test_the_noise_of_a_users_own_mechanism_is_not_called_hidden_in_training():
+    strategy = FederatedStrategy(DPFedAvg(), OtherNoise(sampling=FullParticipation(3)))
+    unmeasured = mechanism_of(strategy, rounds=1).unmeasured
+    assert "to which value OtherNoise adds noise" in unmeasured
