@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from logging import getLogger
 
@@ -18,6 +19,7 @@ from flower_ext.federation.messages.replies import read_answer, read_count, read
 from flower_ext.federation.messages.roster import FederationNotReady, Roster
 from flower_ext.federation.method import Connected
 from flower_ext.federation.server.run import Run
+from flower_ext.federation.server.run_guarantees import summary_of
 from flower_ext.privacy import Ledger
 from flower_ext.privacy.withdrawal import forgotten, note_forgotten, runs_in
 
@@ -62,20 +64,32 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
         run.state = method.connect(connected, run.method_state)
         run.progress.row |= run.summation.connect(run.clients, run.model)
         if mechanism.needs_sizes and run.spending.budget is not None:
-            # The next round's ε depends on the clients' numbers of examples. Their first uploads
-            # would reveal these anyway.
-            sizes = {records.ROUND: run.round_record(0, **{"report-size": True})}
-            answers = run.clients.ask_all(
-                dict.fromkeys(run.clients.nodes, sizes), partial(read_count, name="num-examples")
-            )
-            for partition, size in answers.items():
-                # The server refuses uploads of a client without examples, so the client counts as
-                # one of unknown size.
-                if size:
-                    run.note_size(partition, size)
+            _note_sizes(run)
     except BaseException:
         run.clients.roster = Roster()  # the next call asks again
         raise
+
+
+def _note_sizes(run: Run) -> None:
+    """Note the clients' numbers of examples, on which the next round's ε depends.
+
+    The server asks for them only if the plan does not fix one number for all clients. Their first
+    uploads would reveal these numbers anyway. Under a plan that fixes the number, a client that
+    cannot load its data uploads like any other, but could not answer this question.
+    """
+    clients = run.clients
+    protection = run.mechanism.protection(summary_of(run), len(clients.nodes))
+    if protection is not None and protection.num_examples is not None:
+        sizes: Mapping[int, int] = dict.fromkeys(clients.nodes, protection.num_examples)
+    else:
+        question = {records.ROUND: run.round_record(0, **{"report-size": True})}
+        read_size = partial(read_count, name="num-examples")
+        sizes = clients.ask_all(dict.fromkeys(clients.nodes, question), read_size)
+    for partition, size in sizes.items():
+        # The server refuses uploads of a client without examples, so the client counts as one of
+        # unknown size.
+        if size:
+            run.note_size(partition, size)
 
 
 def leave_out_withdrawn(run: Run) -> None:
