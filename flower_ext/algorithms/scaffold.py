@@ -21,6 +21,7 @@ gradient moves the model in later steps, too; K_i then sums all factors of gradi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,7 +52,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     client_control = work.memory or {name: torch.zeros_like(c) for name, c in control.items()}
     correction = Linear(direction=difference(control, client_control))
     trained = yield work.train("local", work.received, terms=[correction])
-    steps = work.training["local"].effective_steps(len(work.data.train))
+    steps = metrics(work.training, work.num_examples)[STEPS]
 
     def renewed(released: Params) -> Params:
         if steps == 0:  # a client without records has no gradient
@@ -59,7 +60,12 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         length = steps * work.training["local"].learning_rate
         return {n: c_i - control[n] - released[n] / length for n, c_i in client_control.items()}
 
-    return LocalResult(model=trained, memory=renewed, metrics={STEPS: steps})
+    return LocalResult(model=trained, memory=renewed)
+
+
+def metrics(training: Mapping[str, LocalTraining], num_examples: int) -> Mapping[str, float]:
+    """Return the number of steps K_i, from which the server computes Δc_i."""
+    return {STEPS: training["local"].effective_steps(num_examples)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +84,9 @@ class Scaffold(Method):
         Fields of `Method`.
     """
 
-    client = ClientMethod(name="scaffold", local_update=local_update, memory=Memory.MIRRORED)
+    client = ClientMethod(
+        name="scaffold", local_update=local_update, memory=Memory.MIRRORED, metrics=metrics
+    )
     needs_each_update = needs_metrics = True
 
     local: LocalTraining = LocalTraining()

@@ -149,8 +149,8 @@ class Method(Checked):
     """True if `step` needs every single update, which a `ReleasePlan` hides. If False, the server
     adds each update to a sum when it arrives, and drops it."""
     needs_metrics: ClassVar[bool] = False
-    """True if the server needs the ``metrics`` of each client's `LocalResult`. The strategy then
-    refuses a plan under which clients do not send them (``tells_sizes = False``)."""
+    """True if the server needs the ``metrics`` of each client (see `ClientMethod`). The strategy
+    then refuses a plan under which clients do not send them (``tells_sizes = False``)."""
 
     personal: Sequence[str] = ()
     server: Annotated[ServerOptimizer, _IS_OPTIMIZER] = MEAN

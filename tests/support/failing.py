@@ -65,16 +65,19 @@ def _loss(outputs, targets):
     return functional.cross_entropy(outputs, targets)
 
 
-def failing_task(kind: str | None, *, model=Net, beginning: int = 0) -> Task:
+def failing_task(
+    kind: str | None, *, model=Net, beginning: int = 0, sound_data=client_data
+) -> Task:
     """Return the tests' task, in which client `FAILING` fails as ``kind`` says, if it does.
 
-    Its data are sound when they are loaded for the first ``beginning`` times.
+    Its data are sound when they are loaded for the first ``beginning`` times. ``sound_data``
+    returns new data of a client at each call.
     """
     loaded = 0
 
     def data(partition):
         nonlocal loaded
-        client_examples = client_data(partition)
+        client_examples = sound_data(partition)
         if kind is None or partition != FAILING:
             return client_examples
         loaded += 1

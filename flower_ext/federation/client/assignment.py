@@ -170,7 +170,8 @@ def _load(store: ClientMemory, method: ClientMethod, request: ClientRequest) -> 
                 f"{newest or 'none'}): "
                 "name a state-folder in the node config, so that memory outlives the SuperNode"
             )
-    return store.load(before=request.training_round + (request.kind == "evaluate"))
+    # Mirrored memory is empty if no training of this client has succeeded yet.
+    return store.load(before=request.training_round + (request.kind == "evaluate")) or None
 
 
 def _step_noise(

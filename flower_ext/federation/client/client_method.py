@@ -92,6 +92,16 @@ class ClientWork:
     hidden_sum: Callable[[int, float], HiddenSum] | None = None
     draw_users: Callable[[PoissonSampling], list[int]] = lambda sampling: []
 
+    @property
+    def num_examples(self) -> int:
+        """The plan's agreed number of training examples, or the client's own without such a plan.
+
+        A client reports this number. A client that could not load its data knows only the agreed
+        number.
+        """
+        agreed = self.protection.num_examples
+        return len(self.data.train) if agreed is None else agreed
+
     def initial_params(self) -> Params:
         """Return the whole model before training. All clients have the same one."""
         return self.task.initial_params(self.seed)
@@ -169,11 +179,6 @@ class LocalResult:
         The client's new memory, which never leaves the client. If the server computes a counterpart
         of the memory from the update that it receives, give a function: the client calls the
         function with that update, and stores the memory that the function returns.
-    metrics : Mapping[str, float]
-        Numbers that leave the client without noise. They must reveal nothing about the data beyond
-        its size. Under a plan that hides how many examples a client has (``tells_sizes=False``),
-        such as a `ReleasePlan` or a `GroupPlan`, clients do not send ``metrics``. A method that
-        needs ``metrics`` sets ``needs_metrics``.
 
     Raises
     ------
@@ -184,7 +189,6 @@ class LocalResult:
     model: Params | None = field(default=None, repr=False)  # not for logs
     update: Contribution | None = field(default=None, repr=False)
     memory: Params | Callable[[Params], Params] | None = field(default=None, repr=False)
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_yielded(self.model)
@@ -243,6 +247,12 @@ class ClientMethod:
         its test examples and then discards it. By default, it is the shared model.
     memory : Memory
         The memory that the client keeps between rounds.
+    metrics : Callable[[Mapping[str, LocalTraining], int], Mapping[str, float]], optional
+        Returns numbers that leave the client without noise, from the round's phases of training and
+        the number of examples that the client reports. A client whose training or data fails
+        therefore sends the same numbers as any other client of that size. Under a plan that hides
+        how many examples a client has (``tells_sizes=False``), such as a `ReleasePlan` or a
+        `GroupPlan`, clients send no ``metrics``. A method that needs them sets ``needs_metrics``.
     answer : Callable[[Question], Mapping[str, array]], optional
         Answers, without noise, a question that the server asks in a message ``query.<name>``.
     upload_phase : str, optional
@@ -261,6 +271,7 @@ class ClientMethod:
     local_update: Callable[[ClientWork], LocalResult | Steps[LocalResult]]
     local_model: Callable[[ClientWork], Params | Steps[Params]] = shared_model
     memory: Memory = Memory.IN_UPDATES
+    metrics: Callable[[Mapping[str, LocalTraining], int], Mapping[str, float]] | None = None
     answer: Callable[[Question], Mapping[str, Any]] | None = None
     upload_phase: str | None = None
     takes_weighted_sums: bool = False

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from flower_ext.errors import InvalidValue
+from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation.client.assignment import NO_DATA, Assignment
 from flower_ext.federation.client.client_method import ClientWork, Contribution, LocalResult, Memory
 from flower_ext.federation.client.hidden_errors import hide_errors, log_hidden
@@ -45,12 +45,15 @@ from flower_ext.training import Params, difference
 from flower_ext.training.isolation import isolated
 from flower_ext.training.side_by_side import Steps, Training, completed
 
+NUM_EXAMPLES, UPDATE_NORM = "num-examples", "update-norm"
+"""Names of the metrics that the client side sends, whatever the method."""
+
 
 def upload_of(assignment: Assignment) -> Steps[Update]:
     """Run the method, protect the update and store the memory, then return the client's reply."""
     result = yield from result_hiding_failures(assignment.work)
     contribution, update = _protected(assignment, result)
-    metrics = _metrics(assignment, result, contribution)
+    metrics = _metrics(assignment, contribution)
     sent = assignment.sum.seal(update, assignment.work.protection)
     # Store memory last, so that an error in masks or metrics keeps the previous round's memory.
     _store_memory(assignment, result, update)
@@ -179,18 +182,13 @@ def protected(
     }
 
 
-def _metrics(
-    assignment: Assignment, result: LocalResult, contribution: Contribution
-) -> dict[str, float]:
+def _metrics(assignment: Assignment, contribution: Contribution) -> dict[str, float]:
     """Return the numbers that leave the client in addition to its update."""
     work, entries = assignment.work, assignment.request.entries
     received, protection = work.received, work.protection
     metrics: dict[str, float] = {}
     if entries.get("report-size"):
-        # A client that could not load its data reports the agreed number.
-        agreed = protection.num_examples
-        size = len(work.data.train) if agreed is None else agreed
-        metrics |= {"num-examples": size, **result.metrics}
+        metrics = {**_metrics_of_method(work), NUM_EXAMPLES: work.num_examples}
     if entries.get("diagnostics"):
         # The distance by which the client would move the model, before clipping and noise.
         if isinstance(contribution, Mapping):
@@ -199,8 +197,22 @@ def _metrics(
         else:
             total = contribution.in_numbers()
             moved = {name: total[name] for name in received}
-        metrics["update-norm"] = l2_norm(moved)
+        metrics[UPDATE_NORM] = l2_norm(moved)
     return metrics
+
+
+def _metrics_of_method(work: ClientWork) -> Mapping[str, float]:
+    """Return the method's metrics; refuse names that have a meaning in every reply."""
+    if work.method.metrics is None:
+        return {}
+    with knowing_no_data():
+        metrics = work.method.metrics(work.training, work.num_examples)
+        if reserved := metrics.keys() & {NUM_EXAMPLES, UPDATE_NORM}:
+            raise InvalidValue(
+                f"metrics of {work.method.name} are named {sorted(reserved)}: expected other "
+                "names, because every client's reply uses these"
+            )
+        return metrics
 
 
 def _store_memory(assignment: Assignment, result: LocalResult, update: NamedArrays) -> None:
@@ -219,6 +231,9 @@ def _store_memory(assignment: Assignment, result: LocalResult, update: NamedArra
             raise
         log_hidden(error)
         memory = work.memory
+    if memory is None and method.memory is Memory.MIRRORED:
+        # The server may name this round as the last one that the client remembers.
+        memory = work.memory or {}
     if memory is None:
         return
     if store is None:
