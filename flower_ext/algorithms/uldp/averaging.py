@@ -34,6 +34,7 @@ from typing import Literal
 import numpy as np
 
 from flower_ext.algorithms.uldp.silo_answers import answer_server, ask_silos
+from flower_ext.algorithms.uldp.silo_method import SiloMethod, sums_of_users
 from flower_ext.algorithms.uldp.silo_training import UsersTotal, WeightedTotal, users_training
 from flower_ext.algorithms.uldp.weights import (
     DISCLOSURES,
@@ -45,7 +46,6 @@ from flower_ext.algorithms.uldp.weights import (
     user_weights,
     users_records,
 )
-from flower_ext.checks import Count
 from flower_ext.data import Examples
 from flower_ext.data.users import owned
 from flower_ext.errors import InvalidValue
@@ -57,7 +57,6 @@ from flower_ext.federation import (
     Connected,
     LocalResult,
     Memory,
-    Method,
     Population,
     Released,
     State,
@@ -65,7 +64,7 @@ from flower_ext.federation import (
     Summation,
 )
 from flower_ext.federation.population import HiddenUsers
-from flower_ext.privacy import FixedSizeSampling, Guarantee, PoissonSampling, PrivacyPlan
+from flower_ext.privacy import Guarantee, PoissonSampling, PrivacyPlan
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
@@ -82,23 +81,6 @@ The group has no weights if the server does not know them.
 """
 GRADIENT = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
 """One step at rate 1 on all records, whose update is the negative gradient."""
-
-
-def sums_of_users(mechanism: RoundMechanism) -> NoisedSum:
-    """Return ``mechanism`` itself, or refuse it if the methods of Uldp-FL cannot train with it."""
-    if not isinstance(mechanism, NoisedSum):
-        raise InvalidValue(f"plan={type(mechanism).__name__}: expected a ReleasePlan for users")
-    if mechanism.noised_by_server:
-        raise InvalidValue(
-            "noise_placement='server' of the plan: expected 'client' or a SecureSum, because the "
-            "silos, which are the clients, add the noise"
-        )
-    if isinstance(mechanism.sampling, FixedSizeSampling):
-        raise InvalidValue(
-            f"sampling={mechanism.sampling!r} of the plan: expected FullParticipation or "
-            "PoissonSampling"
-        )
-    return mechanism
 
 
 def users_of_round(work: ClientWork) -> tuple[dict[int, Examples], UsersTotal]:
@@ -135,7 +117,7 @@ def theory_learning_rate(*, num_silos: int, num_users: int, epochs: int) -> floa
 
 
 @dataclass(frozen=True, kw_only=True)
-class UldpAvg(Method):
+class UldpAvg(SiloMethod):
     """Federated averaging over silos with user-level DP.
 
     All users have the same weight, whatever their number of records. ``weighting`` divides a user's
@@ -171,7 +153,6 @@ class UldpAvg(Method):
         takes_weighted_sums=True,
     )
 
-    num_silos: Count
     weighting: Weighting = "equal"
     user_draw: Literal["server", "silos"] = "server"
     local: LocalTraining = LocalTraining()
@@ -179,7 +160,7 @@ class UldpAvg(Method):
     @property
     def traits(self) -> MethodTraits:
         """The method's traits, with its number of silos and its weighting."""
-        return replace(super().traits, num_silos=self.num_silos, weighting=self.weighting)
+        return replace(super().traits, weighting=self.weighting)
 
     def mechanism(self, plan: PrivacyPlan) -> RoundMechanism:
         """Return the mechanism of the silos' sum; refuse a plan that protects no users in silos."""

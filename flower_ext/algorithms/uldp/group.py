@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from flower_ext.algorithms.uldp.silo_answers import answer_server, ask_silos
+from flower_ext.algorithms.uldp.silo_method import SiloMethod
 from flower_ext.algorithms.uldp.weights import NUM_USERS
 from flower_ext.checks import Count
 from flower_ext.data import Examples, limit_contributions
@@ -40,7 +41,6 @@ from flower_ext.federation import (
     Connected,
     LocalResult,
     Memory,
-    Method,
     Population,
     State,
     Summation,
@@ -54,10 +54,10 @@ from flower_ext.privacy import (
     secure_generator,
     seeded_generator,
 )
-from flower_ext.privacy.run_summary import MethodTraits, RunSummary
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.training import DpSgdTraining, train_dp_sgd
 
-RECORD_LIMITS, BY_USER = "limits", "limits"
+RECORD_LIMITS, BY_USER = "record-limits", "by-user"
 """Name of the group or `ArrayRecord` with the records that a silo may use, and of its array."""
 DP_SGD = "dp-sgd."
 """Prefix of the settings of a `DpSgdTraining`."""
@@ -95,7 +95,7 @@ def kept(work: ClientWork) -> Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UldpGroup(Method):
+class UldpGroup(SiloMethod):
     """Record-level DP inside the silos, with group privacy for the records of a user.
 
     All silos have the same weight in the mean. Run the method under the plan that `plan` returns.
@@ -123,7 +123,6 @@ class UldpGroup(Method):
         dp_sgd=dp_sgd,
     )
 
-    num_silos: int
     num_users: Count
     group_size: int | Literal["max", "median"]
     local: DpSgdTraining
@@ -148,11 +147,6 @@ class UldpGroup(Method):
                 f"plan={type(plan).__name__}: expected the plan that UldpGroup.plan(delta) "
                 "returns, because that plan computes ε for the DP-SGD in the method's ``local``"
             )
-
-    @property
-    def traits(self) -> MethodTraits:
-        """The method's traits, with its number of silos."""
-        return replace(super().traits, num_silos=self.num_silos)
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
         """Return the users, all of whom take part in every round."""

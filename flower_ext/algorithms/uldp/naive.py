@@ -21,19 +21,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flower_ext.algorithms import dp_fedavg
-from flower_ext.algorithms.uldp.averaging import sums_of_users
-from flower_ext.checks import Count
+from flower_ext.algorithms.uldp.silo_method import SiloMethod, sums_of_users
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import ClientMethod, Memory, Method, State
+from flower_ext.federation import ClientMethod, Memory, State
 from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
-from flower_ext.privacy.run_summary import MethodTraits, RunSummary
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.uldp_theorem import uldp_naive_guarantees
 from flower_ext.training import LocalTraining
 
 
 @dataclass(frozen=True, kw_only=True)
-class UldpNaive(Method):
+class UldpNaive(SiloMethod):
     """Federated averaging that clips each silo's update as a whole.
 
     The noise is large enough to hide a user who has records in every silo.
@@ -60,7 +59,6 @@ class UldpNaive(Method):
         memory=Memory.NONE,
     )
 
-    num_silos: Count
     local: LocalTraining = LocalTraining()
 
     def check(self, plan: PrivacyPlan) -> None:
@@ -70,11 +68,6 @@ class UldpNaive(Method):
                 "sampling of the plan: expected FullParticipation, because ULDP-NAIVE does not "
                 "sample users"
             )
-
-    @property
-    def traits(self) -> MethodTraits:
-        """The method's traits, with its number of silos."""
-        return replace(super().traits, num_silos=self.num_silos)
 
     def mechanism(self, plan: PrivacyPlan) -> RoundMechanism:
         """Return the mechanism of the silos' sum.
@@ -94,5 +87,4 @@ class UldpNaive(Method):
         self, plan: PrivacyPlan, run: RunSummary, state: State, mechanism: RoundMechanism
     ) -> list[Guarantee]:
         """Return Theorem 3 and the provable guarantees, against sums and against single uploads."""
-        sums = sums_of_users(super().mechanism(plan))
-        return uldp_naive_guarantees(sums, run)
+        return uldp_naive_guarantees(sums_of_users(mechanism), run)

@@ -26,9 +26,9 @@ from flower_ext.federation.messages import records
 from flower_ext.privacy import PoissonSampling
 from flower_ext.privacy.theorems.uldp_theorem import Weighting
 
-NUM_USERS = "users"
+NUM_USERS = "num-users"
 """Name of the setting with the number of users, |U|."""
-USER_WEIGHTS = "users"
+USER_WEIGHTS = "user-weights"
 """Name of the `ArrayRecord` with a round's users and their weights in one silo."""
 SAMPLED = "sampled"
 WEIGHTS = "weights"

@@ -152,11 +152,13 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
     noise multiplier of σ/2, even against a server that sees each upload. With secure sums, the
     function returns the same guarantee for sums, whichever silos collude.
 
-    ``mechanism`` is the plan's own mechanism, with the noise multiplier σ. (Do not pass the result
-    of `UldpNaive.mechanism`, because it counts all silos' noise and a sensitivity of 2C|S|.)
+    ``mechanism`` is the result of `UldpNaive.mechanism`: it counts the noise of all silos together,
+    σC|S|, and a sensitivity of 2C|S|.
     """
-    rounds, sigma, delta = run.participations.rounds, mechanism.noise_multiplier, mechanism.delta
-    loss = gaussian_loss(sigma / 2, releases=rounds, delta=delta)
+    assert mechanism.silos is not None
+    rounds, delta = run.participations.rounds, mechanism.delta
+    sigma = mechanism.noise_multiplier / mechanism.silos
+    loss = gaussian_loss(mechanism.release.noise_multiplier, releases=rounds, delta=delta)
     source = f"noise multiplier {sigma:.4g}, {rounds} rounds, sensitivity 2C of every silo's update"
     claims = user_claims(
         delta,

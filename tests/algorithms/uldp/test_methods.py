@@ -92,8 +92,8 @@ def test_group_equals_the_plain_loop_on_records_that_never_change(size):
     ours = run(strategy)
     assert strategy.refusals == []
     held = histogram(silos(), USERS)
-    drawn = strategy.run.state.server["limits"]
-    limits, k = drawn["limits"], int(drawn["k"])
+    drawn = strategy.run.state.server["record-limits"]
+    limits, k = drawn["by-user"], int(drawn["k"])
     assert k == group_size(held, size)
     np.testing.assert_array_equal(limits.sum(axis=0), np.minimum(held.sum(axis=0), k))
     start = task().initial_params(SEED)

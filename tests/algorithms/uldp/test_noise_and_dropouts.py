@@ -1,6 +1,7 @@
 """Silos of ULDP-AVG that drop out, and the noise that the remaining uploads carry."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from flwr.app import ArrayRecord
@@ -9,7 +10,7 @@ from flower_ext.algorithms.uldp import (
     UldpNaive,
 )
 from flower_ext.algorithms.uldp.averaging import UldpAvg
-from flower_ext.federation import InProcessGrid
+from flower_ext.federation import InProcessGrid, State
 from flower_ext.federation.server.run_guarantees import spent_by
 from flower_ext.privacy import (
     AdversaryView,
@@ -22,6 +23,7 @@ from flower_ext.privacy import (
 from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.uldp_theorem import uldp_avg_guarantees, uldp_closed_form
 from tests.support.plans import mechanism_of
+from tests.support.run_summary import run_summary
 from tests.support.silos import (
     COMMON,
     LOCAL,
@@ -143,3 +145,12 @@ def test_naive_spends_on_the_ledger_what_is_provable_not_what_is_published(tmp_p
     assert privacy_loss_of(
         {strategy.run.mechanism.release: 3}, delta=1e-5
     ).epsilon == pytest.approx(provable.epsilon)
+
+
+def test_naive_claims_only_the_noise_that_the_rounds_had():
+    method, given, seen = UldpNaive(num_silos=SILOS), plan(), run_summary(rounds=ROUNDS)
+    planned = method.mechanism(given)
+    used = replace(planned, noise_multiplier=planned.noise_multiplier / 2)
+    less = method.claims(given, seen, State(), planned)
+    more = method.claims(given, seen, State(), used)
+    assert all(a.epsilon < b.epsilon for a, b in zip(less, more, strict=True))

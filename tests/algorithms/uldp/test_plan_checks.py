@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from flower_ext.algorithms.uldp.averaging import sums_of_users
+from flower_ext.algorithms.uldp.silo_method import sums_of_users
 from flower_ext.privacy import FixedSizeSampling
 from tests.support.plans import mechanism_of, release_plan
 

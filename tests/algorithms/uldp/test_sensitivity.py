@@ -183,7 +183,7 @@ def forged(forge, **changes):
 )
 def test_a_silo_refuses_weights_that_break_its_users_bound(weights, message):
     def forge(content):
-        content["users"]["weights"] = Array(weights)
+        content["user-weights"]["weights"] = Array(weights)
 
     strategy = forged(forge)
     assert len(strategy.refusals) == ROUNDS
@@ -205,7 +205,7 @@ def test_every_silo_gets_the_same_users_which_are_the_plans_draw(weighting):
     by_round = {}
     for message in grid.sent:
         if message.metadata.message_type == "train.uldp_avg":
-            sent = records.to_arrays(message.content["users"])
+            sent = records.to_arrays(message.content["user-weights"])
             by_round.setdefault(message.metadata.group_id, []).append(sent)
     assert set(by_round) == {"1", "2", "3"}
     drawn = []

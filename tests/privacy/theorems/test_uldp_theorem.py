@@ -61,7 +61,7 @@ def averaging_guarantees(
 
 
 def naive_guarantees(*, rounds=10, noise_multiplier=5.0, **facts):
-    sums = mechanism_of(plan(noise_multiplier=noise_multiplier), silos=5)
+    sums = mechanism_of(plan(noise_multiplier=5 * noise_multiplier), silos=5, sensitivity=10.0)
     return uldp_naive_guarantees(sums, run_summary(rounds=rounds, **facts))
 
 
