@@ -42,9 +42,9 @@ from flower_ext.federation import (
     Released,
     State,
     Steps,
+    last_trained,
     require_usual_server,
 )
-from flower_ext.federation.messages import records
 from flower_ext.federation.method_state import groups_under
 from flower_ext.training import (
     Job,
@@ -55,7 +55,6 @@ from flower_ext.training import (
     job_batches,
     local_problem,
     tagged,
-    untagged,
 )
 from flower_ext.training.params import flat_rows
 
@@ -64,7 +63,7 @@ CORE, PERSONAL, RELATION = "core", "personal", "relation"
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train the client's core model and its vector p_i by the gradient at the personal model."""
-    start = untagged(work.memory or {}, CORE) or work.received
+    start = last_trained(work, CORE)
     solve = partial(train_mixture, work)
     core, relation, personal = yield work.train("local", start, solve=solve, returns_params=False)
     memory = {RELATION: relation, **tagged(CORE, core), **tagged(PERSONAL, personal)}
@@ -114,11 +113,6 @@ def train_mixture(work: ClientWork, job: Job) -> tuple[Params, Tensor, Params]:
     return clone(core_model), p.cpu(), problem.whole(personal(), like=job.params)
 
 
-def local_model(work: ClientWork) -> Params:
-    """Return the personal model as last trained, or the shared model before the first training."""
-    return untagged(work.memory or {}, PERSONAL) or work.received
-
-
 @dataclass(frozen=True, kw_only=True)
 class Apple(Method):
     """Core models that all clients share and that each client mixes into a personal model.
@@ -142,7 +136,9 @@ class Apple(Method):
         Fields of `Method`, except ``server`` and ``average``.
     """
 
-    client = ClientMethod(name="apple", local_update=local_update, local_model=local_model)
+    client = ClientMethod(
+        name="apple", local_update=local_update, local_model=partial(last_trained, tag=PERSONAL)
+    )
     one_model = False
     weighs_updates = True
     needs_each_update = True
@@ -164,19 +160,15 @@ class Apple(Method):
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
         """Send each client all core models.
 
-        The message's model is the client's own core model. Every other core model is a record
+        A client receives its own core model as its model. Every other core model is in a group
         ``core.NUMBER``, with the number of the client that trains it.
         """
-        cores = {int(client): records.to_record(core) for client, core in state.server.items()}
-        # All messages share these records, so each core is converted only once.
+        cores = {int(client): core for client, core in state.server.items()}
         requests = {
-            partition: {
-                records.MODEL if client == partition else f"{CORE}.{client}": core
-                for client, core in cores.items()
-            }
+            partition: {f"{CORE}.{n}": core for n, core in cores.items() if n != partition}
             for partition in cohort.partitions
         }
-        return replace(cohort, requests=requests)
+        return replace(cohort, models=cores, requests=requests)
 
     def step(self, model: Arrays, released: Released, state: State) -> tuple[Arrays, State]:
         """Store the new core models; return their mean, which is reported as the shared model."""

@@ -31,7 +31,15 @@ from torch import Tensor
 
 from flower_ext.checks import Count, Fraction, Positive
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import Arrays, ClientMethod, ClientWork, LocalResult, Method, Steps
+from flower_ext.federation import (
+    Arrays,
+    ClientMethod,
+    ClientWork,
+    LocalResult,
+    Method,
+    Steps,
+    last_trained,
+)
 from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import (
     Job,
@@ -99,11 +107,6 @@ def train_weights(work: ClientWork, start: Params, job: Job) -> Params:
     return {name: w.cpu() for name, w in weights.items()}
 
 
-def local_model(work: ClientWork) -> Params:
-    """Return the local model as last trained, or the shared model before the first training."""
-    return untagged(work.memory or {}, MODEL) or work.received
-
-
 @dataclass(frozen=True, kw_only=True)
 class FedALA(Method):
     """Adaptive local aggregation: each client mixes the shared model into its own.
@@ -125,7 +128,9 @@ class FedALA(Method):
         Fields of `Method`.
     """
 
-    client = ClientMethod(name="fedala", local_update=local_update, local_model=local_model)
+    client = ClientMethod(
+        name="fedala", local_update=local_update, local_model=partial(last_trained, tag=MODEL)
+    )
 
     adaptive: Sequence[str] = ("head",)
     weight_learning_rate: Positive = 1.0

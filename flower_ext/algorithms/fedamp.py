@@ -41,7 +41,6 @@ from flower_ext.federation import (
     personal_model,
     require_usual_server,
 )
-from flower_ext.federation.messages import records
 from flower_ext.federation.messages.records import flattened, shaped
 from flower_ext.federation.method_state import groups_under
 from flower_ext.training import LocalTraining, Proximal
@@ -112,12 +111,8 @@ class FedAMP(Method):
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
         """Send each client its cloud model u_i; a client without one gets the shared model."""
-        requests = {
-            client: {records.MODEL: records.to_record(state.server[CLOUD + str(client)])}
-            for client in cohort.partitions
-            if CLOUD + str(client) in state.server
-        }
-        return replace(cohort, requests=requests)
+        clouds = groups_under(CLOUD, state.server)
+        return replace(cohort, models={int(client): cloud for client, cloud in clouds.items()})
 
     def step(self, model: Arrays, released: Released, state: State) -> tuple[Arrays, State]:
         """Store the models w_i, mix the next cloud models, and return the mean of all models."""

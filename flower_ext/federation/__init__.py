@@ -8,6 +8,7 @@ from flower_ext.federation.client.client_method import (
     LocalResult,
     Memory,
     Question,
+    last_trained,
     personal_model,
     personal_part,
 )
@@ -87,6 +88,7 @@ __all__ = [
     "client_level_dp_mod",
     "clients_of",
     "first_config",
+    "last_trained",
     "node_settings",
     "personal_model",
     "personal_part",

@@ -1,15 +1,16 @@
 """The base of federated methods: what clients train, and the step of the server.
 
-A `Method` is frozen and knows nothing of rounds, messages or files. Only its `State` changes
-between rounds: `step` takes it, and returns the next one. Checkpoints, resumed runs and `Upcycled`
-therefore treat every method alike.
+A `Method` is frozen and has no code about messages or files: it takes and returns arrays by name.
+(`Hosted` alone makes messages, because it passes them to a strategy of Flower.) Only its `State`
+changes between rounds: `step` takes it, and returns the next one. Checkpoints, resumed runs and
+`Upcycled` therefore treat every method alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, TypeVar
 
 import numpy as np
 from flwr.app import ConfigRecord, Context
@@ -19,8 +20,10 @@ from flower_ext.checks import Checked, Rule, is_number
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.client.app import client_app
 from flower_ext.federation.client.client_method import ClientMethod
+from flower_ext.federation.messages import records
 from flower_ext.federation.messages.exchange import Clients
 from flower_ext.federation.messages.records import Arrays
+from flower_ext.federation.messages.replies import read_answer
 from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.federation.method_state import State, groups_under, prefixed
 from flower_ext.federation.population import Cohort, Population, UsersInSilos
@@ -32,6 +35,7 @@ from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.training import LocalTraining, Task
 
+T = TypeVar("T")
 _OPTIMIZER_GROUP, _AVERAGE = "optimizer.", "average."
 """Prefixes of the groups of a state that the server's optimizer and the average of models use."""
 _IS_OPTIMIZER = Rule("an optimizer such as Sgd or Adam", lambda x: isinstance(x, ServerOptimizer))
@@ -47,7 +51,7 @@ class Connected:
     Parameters
     ----------
     clients : Clients
-        The clients. The method can ask them questions, to which `ClientMethod.answer` replies.
+        The clients, to which `ask` sends the method's questions.
     summation : Summation
         Adds up the clients' contributions in every round.
     model : Mapping[str, ndarray]
@@ -61,6 +65,23 @@ class Connected:
     summation: Summation
     model: Arrays
     generator: Callable[..., np.random.Generator]
+
+    def ask(
+        self, question: Mapping[str, int | float | str], read: Callable[[Arrays], T]
+    ) -> dict[int, T]:
+        """Ask each client a question, and return what ``read`` makes of its arrays, by partition.
+
+        ``question`` holds the values that `ClientMethod.answer` gets.
+
+        Raises
+        ------
+        FederationNotReady
+            A client does not answer, or ``read`` refuses its answer.
+        """
+        content = {records.QUESTION: ConfigRecord({**question})}
+        return self.clients.ask_all(
+            dict.fromkeys(self.clients.nodes, content), lambda reply: read(read_answer(reply))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,11 +295,7 @@ class Method(Checked):
         return state
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
-        """Return the cohort of a training round, with records that the method adds to messages.
-
-        If the method adds a record ``records.MODEL`` for a client, this client receives that model
-        in place of the shared one.
-        """
+        """Return a training round's cohort, with models and arrays that only some clients get."""
         return cohort
 
     def check_update(self, update: Update) -> None:

@@ -11,8 +11,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from flwr.app import ArrayRecord
 
+from flower_ext.federation.messages.records import Arrays
 from flower_ext.privacy import FullParticipation, Sampling
 from flower_ext.privacy.accounting.participations import Participations
 
@@ -32,15 +32,19 @@ class Cohort:
         clipping norm. The default is 1; a sum over several units may have a larger norm.
     population : int
         Number of units from which ``units`` were drawn.
-    requests : Mapping[int, Mapping[str, ArrayRecord]]
-        For each partition, the records that the method adds only to the message to that partition.
+    models : Mapping[int, Mapping[str, ndarray]]
+        By partition, a model that this client receives in place of the shared model.
+    requests : Mapping[int, Mapping[str, Mapping[str, ndarray]]]
+        By partition, the groups of arrays that only this client receives. Each group becomes a
+        record of the message, under the group's name.
     """
 
     partitions: Sequence[int]
     units: Sequence[int]
     population: int
     norms: Mapping[int, float] = field(default_factory=dict)
-    requests: Mapping[int, Mapping[str, ArrayRecord]] = field(default_factory=dict)
+    models: Mapping[int, Arrays] = field(default_factory=dict)
+    requests: Mapping[int, Mapping[str, Arrays]] = field(default_factory=dict)
 
 
 class Population:

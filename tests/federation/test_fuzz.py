@@ -28,7 +28,7 @@ from flower_ext.federation import (
     VirtualGrid,
 )
 from flower_ext.federation.messages import records
-from flower_ext.federation.messages.replies import read_scores, read_update
+from flower_ext.federation.messages.replies import read_answer, read_scores, read_update
 from flower_ext.federation.messages.roster import Roster
 from flower_ext.privacy import FullParticipation
 from flower_ext.training import DpSgdTraining
@@ -173,7 +173,7 @@ def test_records_of_anything_are_refused_or_are_scores(content):
 @given(CONTENTS)
 def test_records_of_anything_are_refused_or_are_a_histogram(content):
     try:
-        counts, key = read_silo_answer(reply(content), USERS, silos_draw=False)
+        counts, key = read_silo_answer(read_answer(reply(content)), USERS, silos_draw=False)
     except RefusedReply:
         return
     assert key == b""

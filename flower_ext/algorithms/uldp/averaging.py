@@ -44,7 +44,7 @@ from flower_ext.algorithms.uldp.weights import (
     check_weights,
     read_weights,
     user_weights,
-    users_records,
+    users_groups,
 )
 from flower_ext.data import Examples
 from flower_ext.data.users import owned
@@ -189,7 +189,7 @@ class UldpAvg(SiloMethod):
         mechanism = connected.summation.mechanism
         brings_weights = connected.summation.brings_weights
         histogram = ask_silos(
-            connected.clients,
+            connected,
             mechanism.sampling.population,
             histogram=self.weighting == "by-records" and not brings_weights,
             silos_draw=self.user_draw == "silos",
@@ -216,11 +216,11 @@ class UldpAvg(SiloMethod):
             weights = weights[:, np.asarray(users, dtype=np.int64)]
         check_weights(weights, self.num_silos, users, self.weighting)
         totals = weights.sum(axis=1) * (len(users) if is_common else 1)
-        requests = users_records(weights, users, cohort.population)
+        groups = users_groups(weights, users, cohort.population)
         return replace(
             cohort,
             norms=dict(enumerate(totals.tolist())),
-            requests={silo: {USER_WEIGHTS: record} for silo, record in enumerate(requests)},
+            requests={silo: {USER_WEIGHTS: group} for silo, group in enumerate(groups)},
         )
 
     def step(self, model: Arrays, released: Released, state: State) -> tuple[Arrays, State]:

@@ -45,7 +45,6 @@ from flower_ext.federation import (
     State,
     Summation,
 )
-from flower_ext.federation.messages import records
 from flower_ext.federation.population import UsersInSilos
 from flower_ext.privacy import (
     FullParticipation,
@@ -58,7 +57,7 @@ from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.training import DpSgdTraining, train_dp_sgd
 
 RECORD_LIMITS, BY_USER = "record-limits", "by-user"
-"""Name of the group or `ArrayRecord` with the records that a silo may use, and of its array."""
+"""Name of the group with the number of records that a silo may use, and of its array."""
 DP_SGD = "dp-sgd."
 """Prefix of the settings of a `DpSgdTraining`."""
 
@@ -164,7 +163,7 @@ class UldpGroup(SiloMethod):
         """Ask the silos for users' numbers of records; fix k and the limits for the whole run."""
         if RECORD_LIMITS in state.server:
             return state  # a resumed run keeps its limits
-        counts = ask_silos(connected.clients, self.num_users, histogram=True)
+        counts = ask_silos(connected, self.num_users, histogram=True)
         k = size_of(counts, self.group_size)
         limits = limit_contributions(counts, k, connected.generator("limits"))
         chosen = {BY_USER: limits.astype(np.int32), "k": np.asarray(k)}
@@ -173,10 +172,7 @@ class UldpGroup(SiloMethod):
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
         """Return the cohort with a request to each silo: how many records of each user to use."""
         limits = state.server[RECORD_LIMITS][BY_USER]
-        requests = {
-            silo: {RECORD_LIMITS: records.to_record({BY_USER: limits[silo]})}
-            for silo in cohort.partitions
-        }
+        requests = {silo: {RECORD_LIMITS: {BY_USER: limits[silo]}} for silo in cohort.partitions}
         return replace(cohort, requests=requests)
 
     def complete_summary(self, run: RunSummary, state: State) -> RunSummary:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from flwr.app import ConfigRecord, Message
 
 from flower_ext.algorithms.uldp.weights import NUM_USERS
 from flower_ext.data.users import owned
-from flower_ext.federation import Clients, Question, RefusedReply
+from flower_ext.federation import Arrays, Connected, Question, RefusedReply
 from flower_ext.federation.client.user_draws import FINGERPRINT_BYTES
-from flower_ext.federation.messages import records
-from flower_ext.federation.messages.replies import read_answer
 from flower_ext.federation.messages.roster import FederationNotReady
 from flower_ext.training import Params
 
@@ -38,7 +35,7 @@ def answer_server(question: Question) -> Params:
 
 
 def ask_silos(
-    clients: Clients, num_users: int, *, histogram: bool, silos_draw: bool = False
+    connected: Connected, num_users: int, *, histogram: bool, silos_draw: bool = False
 ) -> np.ndarray:
     """Ask each silo to check its records' users and, with ``histogram``, to count the records.
 
@@ -60,11 +57,9 @@ def ask_silos(
         A silo's data do not name the user of each record, a user's number is out of range, or
         silos that draw the users have different keys. The message names the silo.
     """
-    question = ConfigRecord({NUM_USERS: num_users, HISTOGRAM: histogram, FINGERPRINT: silos_draw})
-    content = {records.QUESTION: question}
-    answers = clients.ask_all(
-        dict.fromkeys(clients.nodes, content),
-        lambda reply: read_silo_answer(reply, num_users if histogram else 0, silos_draw),
+    answers = connected.ask(
+        {NUM_USERS: num_users, HISTOGRAM: histogram, FINGERPRINT: silos_draw},
+        lambda arrays: read_silo_answer(arrays, num_users if histogram else 0, silos_draw),
     )
     counts, keys = zip(*(answers[silo] for silo in sorted(answers)), strict=True)
     for silo, key in zip(sorted(answers), keys, strict=True):
@@ -77,9 +72,8 @@ def ask_silos(
     return np.stack(counts)
 
 
-def read_silo_answer(reply: Message, num_users: int, silos_draw: bool) -> tuple[np.ndarray, bytes]:
+def read_silo_answer(arrays: Arrays, num_users: int, silos_draw: bool) -> tuple[np.ndarray, bytes]:
     """Return a silo's counts and its key's fingerprint; each is empty if it was not requested."""
-    arrays = read_answer(reply)
     optional = {HISTOGRAM: num_users > 0, FINGERPRINT: silos_draw}
     expected = {name for name, is_expected in optional.items() if is_expected}
     if set(arrays) != expected:

@@ -18,18 +18,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from flwr.app import ArrayRecord
 
 from flower_ext.errors import InvalidValue, knowing_no_data
-from flower_ext.federation import ClientWork
-from flower_ext.federation.messages import records
+from flower_ext.federation import Arrays, ClientWork
 from flower_ext.privacy import PoissonSampling
 from flower_ext.privacy.theorems.uldp_theorem import Weighting
 
 NUM_USERS = "num-users"
 """Name of the setting with the number of users, |U|."""
 USER_WEIGHTS = "user-weights"
-"""Name of the `ArrayRecord` with a round's users and their weights in one silo."""
+"""Name of the group with a round's users and their weights in one silo."""
 SAMPLED = "sampled"
 WEIGHTS = "weights"
 RATE = "user-sampling-rate"
@@ -90,12 +88,12 @@ def check_weights(
         )
 
 
-def users_records(weights: np.ndarray, users: Sequence[int], num_users: int) -> list[ArrayRecord]:
-    """Return an `ArrayRecord` per silo: a bit per user, set if it takes part, and the weights."""
+def users_groups(weights: np.ndarray, users: Sequence[int], num_users: int) -> list[Arrays]:
+    """Return a group per silo: a bit per user, set if it takes part, and the weights."""
     chosen = np.zeros(num_users, dtype=bool)
     chosen[np.asarray(users, dtype=np.int64)] = True
     bits = np.packbits(chosen)
-    return [records.to_record({SAMPLED: bits, WEIGHTS: row}) for row in weights]
+    return [{SAMPLED: bits, WEIGHTS: row} for row in weights]
 
 
 def read_weights(work: ClientWork) -> np.ndarray:

@@ -16,7 +16,7 @@ from flower_ext.federation.sums.weighted_silo import HiddenSum
 from flower_ext.privacy import DpSgd, NoiseSource, PoissonSampling, SecureNoise
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import Protection
-from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term
+from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term, untagged
 from flower_ext.training.batched.many import train_each, train_invariantly
 from flower_ext.training.isolation import draws_seed, seeded
 from flower_ext.training.models.validation import RUNNING_STATISTICS
@@ -291,6 +291,11 @@ class ClientMethod:
 def personal_model(work: ClientWork) -> Params:
     """Return the client's personal model, or the shared one if the client never took part."""
     return work.memory or work.received
+
+
+def last_trained(work: ClientWork, tag: str) -> Params:
+    """Return the model that the client stored under ``tag``, or the received one before that."""
+    return untagged(work.memory or {}, tag) or work.received
 
 
 def personal_part(work: ClientWork) -> Params:

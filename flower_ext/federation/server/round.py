@@ -14,7 +14,7 @@ from logging import getLogger
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.client.client_method import Memory
@@ -269,6 +269,14 @@ class TrainingRound:
             of_round = {records.ROUND: run.round_record(training_round, **entries)}
             return {**shared, **of_round, **records.training_records(done)}
 
+        converted: dict[int, ArrayRecord] = {}
+
+        def record(group: records.Arrays) -> ArrayRecord:
+            # The messages to several clients may have the same group: convert it only once.
+            if id(group) not in converted:
+                converted[id(group)] = records.to_record(group)
+            return converted[id(group)]
+
         # A client with mirrored memory goes back to its memory of the last round whose reply the
         # server used.
         mirrored = method.client.memory is Memory.MIRRORED
@@ -276,7 +284,10 @@ class TrainingRound:
         for partition in self.cohort.partitions:
             last = run.remembered.get(partition, 0) if mirrored else None
             common = content(slow.get(partition), last)
-            special = self.cohort.requests.get(partition)
+            groups = self.cohort.requests.get(partition, {})
+            special = {name: record(group) for name, group in groups.items()}
+            if partition in self.cohort.models:
+                special[records.MODEL] = record(self.cohort.models[partition])
             contents[partition] = {**common, **special} if special else common
         return contents
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from flwr.app import Message
 
-from flower_ext.federation.messages import records
 from flower_ext.federation.messages.replies import RefusedReply, read_update
 from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
@@ -64,8 +63,7 @@ class _OpenPlainSum(OpenSum):
             return
         bounded = update.arrays
         if protection.bounds_models:
-            special = cohort.requests.get(partition, {}).get(records.MODEL)
-            received = self._opening.model if special is None else records.to_arrays(special)
+            received = cohort.models.get(partition, self._opening.model)
             bounded = {name: received[name] + step for name, step in update.arrays.items()}
         if (norm := l2_norm(bounded)) > limit * _ROUNDING:
             raise RefusedReply(

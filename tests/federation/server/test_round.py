@@ -46,9 +46,7 @@ def read(plan, norm, *, record=records.UPDATE, metrics=None, received=0.0, norms
         units=range(CLIENTS),
         population=9,
         norms=norms or {},
-        requests={2: {records.MODEL: records.to_record(update_of_norm(received))}}
-        if received
-        else {},
+        models={2: update_of_norm(received)} if received else {},
     )
     opening = Opening(
         clients=SimpleNamespace(partition_of=lambda _: 2),
@@ -122,7 +120,7 @@ class WithHints(DPFedAvg):
     """DP-FedAvg with a record for client 1 alone."""
 
     def begin_round(self, cohort, model, state):
-        return replace(cohort, requests={1: {"hint": records.to_record(BASE)}})
+        return replace(cohort, requests={1: {"hint": BASE}})
 
 
 def test_each_client_gets_its_records_and_the_epochs_it_completes():
