@@ -32,9 +32,10 @@ from flower_ext.federation import (
     Steps,
     personal_part,
 )
-from flower_ext.privacy import Guarantee, PrivacyPlan
+from flower_ext.privacy import Guarantee
+from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import RunSummary
-from flower_ext.privacy.theorems.dp2_fedsam_theorem import theorem2_of_plan
+from flower_ext.privacy.theorems.dp2_fedsam_theorem import theorem2_of_run
 from flower_ext.training import LocalTraining, Params
 
 
@@ -95,9 +96,9 @@ class DP2FedSAM(Method):
         """The head's training before evaluation, if ``adapt_before_evaluation`` is set."""
         return {"head": self.head} if self.adapt_before_evaluation else {}
 
-    def published(self, plan: PrivacyPlan, run: RunSummary) -> list[Guarantee]:
-        """Return the guarantee of Theorem 2 of DP²-FedSAM."""
-        return theorem2_of_plan(plan, run)
+    def claims(self, run: RunSummary, mechanism: RoundMechanism) -> list[Guarantee]:
+        """Return the guarantee of Theorem 2 of DP²-FedSAM, and the provable guarantees."""
+        return [*theorem2_of_run(mechanism, run), *super().claims(run, mechanism)]
 
 
 @dataclass(frozen=True, kw_only=True)

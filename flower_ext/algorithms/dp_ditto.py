@@ -88,6 +88,7 @@ class DPDitto(Method):
         memory=Memory.BESIDE_UPDATES,  # the personal model
         upload_phase="local",
     )
+    plain_name = "Ditto"
 
     global_weight: float = 0.1
     local: LocalTraining = LocalTraining()

@@ -23,9 +23,10 @@ from dataclasses import dataclass
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import ClientMethod, ClientWork, LocalResult, Memory, Method, Steps
-from flower_ext.privacy import Guarantee, PrivacyPlan
+from flower_ext.privacy import Guarantee
+from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import RunSummary
-from flower_ext.privacy.theorems.dp2_fedsam_theorem import theorem2_of_plan
+from flower_ext.privacy.theorems.dp2_fedsam_theorem import theorem2_of_run
 from flower_ext.training import LocalTraining, Params
 
 
@@ -66,6 +67,7 @@ class DPFedAvg(Method):
         upload_phase="local",
     )
     any_client_app = True
+    plain_name = "FedAvg"
 
     local: LocalTraining = LocalTraining()
     fine_tuning: LocalTraining | None = None
@@ -80,14 +82,16 @@ class DPFedAvg(Method):
         """The fine-tuning before evaluation, if there is any."""
         return {} if self.fine_tuning is None else {"fine_tuning": self.fine_tuning}
 
-    def published(self, plan: PrivacyPlan, run: RunSummary) -> list[Guarantee]:
-        """Return the guarantee of Theorem 2 of DP²-FedSAM."""
-        return theorem2_of_plan(plan, run)
+    def claims(self, run: RunSummary, mechanism: RoundMechanism) -> list[Guarantee]:
+        """Return the guarantee of Theorem 2 of DP²-FedSAM, and the provable guarantees."""
+        return [*theorem2_of_run(mechanism, run), *super().claims(run, mechanism)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPFedSAM(DPFedAvg):
     """DP-FedAvg with sharpness-aware local training."""
+
+    plain_name = "FedSAM"
 
     local: LocalTraining = LocalTraining(sam_radius=0.1)
 

@@ -18,7 +18,7 @@ mean of the gradients in the clients' memories, unless the server itself clips o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from flower_ext.federation import (
     State,
     Steps,
 )
+from flower_ext.privacy.run_summary import MethodTraits
 from flower_ext.training import Linear, LocalTraining, Params, Proximal, Term
 
 H = "h"
@@ -90,9 +91,9 @@ class FedDyn(Method):
             )
 
     @property
-    def added_proximal_weight(self) -> float:
-        """The regularizer's weight α."""
-        return self.regularization
+    def traits(self) -> MethodTraits:
+        """The method's traits, with the regularizer's weight α."""
+        return replace(super().traits, added_proximal_weight=self.regularization)
 
     def init(self, model: Arrays, population: int) -> State:
         """Return the initial state, with h = 0."""

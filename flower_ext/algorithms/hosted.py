@@ -78,7 +78,7 @@ class Hosted(DPFedAvg):
                     "only models and numbers of examples, such as FedAvg, FedAdam or FedMedian; "
                     f"{kind.__name__} needs {missing}, so run it in an app of its own"
                 )
-        require_usual_server(self, f"{self.label} takes the server's step")
+        require_usual_server(self, f"{self.name} takes the server's step")
         if isinstance(self.strategy, FedProx):
             weight = self.strategy.proximal_mu
             if self.local.proximal_weight not in (0.0, weight):
@@ -99,7 +99,7 @@ class Hosted(DPFedAvg):
         size, needed = plan.sampling.expected_cohort_size, self._least_replies
         if size < needed:
             raise InvalidValue(
-                f"cohorts of {size:g} are smaller than the {needed} nodes that {self.label} waits "
+                f"cohorts of {size:g} are smaller than the {needed} nodes that {self.name} waits "
                 "for: lower its min_train_nodes and min_available_nodes"
             )
 
@@ -108,9 +108,9 @@ class Hosted(DPFedAvg):
         return max(self.strategy.min_train_nodes, self.strategy.min_available_nodes)
 
     @property
-    def label(self) -> str:
-        """Name of the Flower strategy."""
-        return type(self.strategy).__name__
+    def name(self) -> str:
+        """Names of the class and of the Flower strategy, such as Hosted-FedAdam."""
+        return f"{super().name}-{type(self.strategy).__name__}"
 
     def init(self, model: records.Arrays, population: int) -> State:
         """Return a count of 0 steps, and the initial moments of the Flower strategy."""

@@ -155,6 +155,9 @@ class Method(Checked):
 
     client: ClassVar[ClientMethod]
     """The client side."""
+    plain_name: ClassVar[str]
+    """Name of the class in the log of a run without noise, as "Ditto" is for DPDitto; by default
+    `name`. A subclass has a name of its own, so it does not inherit this one."""
     any_client_app: ClassVar[bool] = False
     """True if a ClientApp that does not use this package can take part."""
     one_model: ClassVar[bool] = True
@@ -207,14 +210,6 @@ class Method(Checked):
         """Phases of training that a client runs before it evaluates; by default, no phase."""
         return {}
 
-    @property
-    def added_proximal_weight(self) -> float:
-        """Weight μ of the method's own proximal term around the received model; by default 0.
-
-        The method adds this term to the one whose weight `training` sets.
-        """
-        return 0.0
-
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
         """Return numbers that the client side needs; by default all fields that are numbers."""
         values = {part.name: getattr(self, part.name) for part in fields(self)}
@@ -263,13 +258,8 @@ class Method(Checked):
 
     @property
     def name(self) -> str:
-        """Name of the method's class, for errors and accounts of privacy."""
+        """Name of the method's class, for the log, errors and accounts of privacy."""
         return type(self).__name__
-
-    @property
-    def label(self) -> str:
-        """Name for the log and errors of `step`: `name` or, in `Hosted`, the Flower strategy's."""
-        return self.name
 
     def check_model(self, model: Arrays) -> None:
         """Refuse a shared model that the method cannot train; by default, accept every model."""
@@ -346,18 +336,12 @@ class Method(Checked):
         """Return ``run`` with the values that only the method knows; unchanged by default."""
         return run
 
-    def published(self, plan: PrivacyPlan, run: RunSummary) -> Sequence[Guarantee]:
-        """Return the guarantees that the method's paper claims for a run; empty by default."""
-        return ()
+    def claims(self, run: RunSummary, mechanism: RoundMechanism) -> list[Guarantee]:
+        """Return the guarantees after the rounds so far: those of the method's paper, and provable.
 
-    def claims(
-        self, plan: PrivacyPlan, run: RunSummary, state: State, mechanism: RoundMechanism
-    ) -> list[Guarantee]:
-        """Return the paper's guarantee after the rounds so far, and the provable guarantees.
-
-        ``plan`` is the user's plan, and ``mechanism`` the mechanism that the rounds used.
+        By default, only the mechanism of the rounds has guarantees.
         """
-        return [*self.published(plan, run), *mechanism.guarantees(run)]
+        return mechanism.guarantees(run)
 
     @classmethod
     def client_app(

@@ -6,7 +6,6 @@ is in `round` and `query_round`, and is the same for every method.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import getLogger
 from pathlib import Path
@@ -225,10 +224,10 @@ class FederatedStrategy(Strategy):
     def summary(self) -> None:
         """Log the method, its plan and its sums."""
         run = self.run
-        label = run.method.label
+        name = run.method.name
         if run.mechanism.delta is None:  # without noise, DPDitto is Ditto
-            label = re.sub("^DP(?=[A-Z])", "", label)
-        log.info("%s · %s", label, run.plan.describe())
+            name = vars(type(run.method)).get("plain_name", name)
+        log.info("%s · %s", name, run.plan.describe())
         if description := run.summation.describe():
             log.info("%s", description)
         if advice := run.method.server.advice(run.method.mean_noise(run.mechanism)):

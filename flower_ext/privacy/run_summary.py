@@ -27,6 +27,9 @@ class MethodTraits:
     """True if updates do not depend on anything that a client keeps between rounds."""
     upload_phase: str | None = None
     """Name of the training phase that alone determines the upload; None if no phase does."""
+    added_proximal_weight: float = 0.0
+    """Weight μ of the method's own proximal term around the received model; local training adds
+    this term to the one whose weight its settings give."""
     num_silos: int | None = None
     """Number of silos among which each unit's data are divided; None if the units are clients."""
     weighting: str = ""

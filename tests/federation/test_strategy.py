@@ -10,9 +10,9 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy import FedAdam, FedAvg
 
-from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
+from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg, DPFedSAM, Hosted
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid, VirtualGrid
 from flower_ext.federation.client.client_level_mod import client_level_dp_mod
@@ -864,13 +864,20 @@ def test_a_method_sees_no_single_update_under_a_release_plan():
     assert seen == [4]
 
 
+class DPCareful(DPFedAvg):
+    """A method of another project."""
+
+
 @pytest.mark.parametrize(
     ("method", "private", "label"),
     [
         (DPFedAvg(), False, "FedAvg"),
         (DPFedAvg(), True, "DPFedAvg"),
         (DPDitto(), False, "Ditto"),
+        (DPFedSAM(), False, "FedSAM"),
         (DP2FedSAM(personal=("head",)), False, "DP2FedSAM"),
+        (DPCareful(), False, "DPCareful"),  # a subclass keeps its name
+        (Hosted(FedAdam()), False, "Hosted-FedAdam"),
     ],
 )
 def test_a_method_without_privacy_is_not_logged_as_a_private_one(method, private, label, caplog):

@@ -16,7 +16,7 @@ from flower_ext.privacy import (
     epsilon_text,
 )
 from flower_ext.privacy.guarantee import large_delta
-from flower_ext.privacy.theorems.dp2_fedsam_theorem import theorem2_of_plan
+from flower_ext.privacy.theorems.dp2_fedsam_theorem import theorem2_of_run
 from tests.support.guarantees import by_view, client_level
 from tests.support.plans import mechanism, plan
 from tests.support.run_summary import run_summary, worst_case
@@ -34,7 +34,7 @@ def test_every_guarantee_names_all_it_needs_and_survives_json(placement):
     guarantees = client_level(
         mechanism(noise_placement=placement), seen, not_covered=["test scores"]
     )
-    for g in [theorem2_of_plan(plan(), run_summary(rounds=60))[0], *guarantees]:
+    for g in [theorem2_of_run(plan().mechanism(), run_summary(rounds=60))[0], *guarantees]:
         text = g.statement()
         for word in (g.unit.value, g.relation.value, g.basis, g.accountant, g.source, "δ", "sees"):
             assert word in text or math.isinf(g.epsilon)
@@ -59,7 +59,9 @@ def test_a_statement_promises_no_more_than_holds(epsilon, delta, message):
 
 
 def test_unknown_fields_of_a_guarantee_are_refused():
-    facts = theorem2_of_plan(plan(), run_summary(rounds=60))[0].to_dict() | {"epsilon_really": 1.0}
+    facts = theorem2_of_run(plan().mechanism(), run_summary(rounds=60))[0].to_dict() | {
+        "epsilon_really": 1.0
+    }
     with pytest.raises(ValueError, match="epsilon_really"):
         Guarantee.from_dict(facts)
 

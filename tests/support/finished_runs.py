@@ -1,7 +1,7 @@
 """Directories of finished runs with a ledger, guarantees and metrics."""
 
 from flower_ext.privacy import Ledger, PoissonSampling, ReleasePlan
-from flower_ext.privacy.theorems.dp2_fedsam_theorem import theorem2_of_plan
+from flower_ext.privacy.theorems.dp2_fedsam_theorem import theorem2_of_run
 from flower_ext.runs import RunDirectory, RunWriter
 from tests.support.guarantees import client_level
 from tests.support.run_summary import run_summary, worst_case
@@ -26,7 +26,9 @@ def finished(path, *, method="dp2-fedsam", accuracy=0.8, private=True, **config)
         ledger.close()
         seen = worst_case(4, 10)
         guarantees = client_level(PLAN.mechanism(), seen, not_covered=["test scores"])
-        run.save_guarantees([theorem2_of_plan(PLAN, run_summary(rounds=4))[0], *guarantees])
+        run.save_guarantees(
+            [theorem2_of_run(PLAN.mechanism(), run_summary(rounds=4))[0], *guarantees]
+        )
     for number in range(1, 5):
         epsilon = {"epsilon_provable": 0.3 * number, "epsilon_published": 1.1 * number}
         run.log(

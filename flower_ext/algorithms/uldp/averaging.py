@@ -238,9 +238,7 @@ class UldpAvg(SiloMethod):
             return summation.disclosures
         return DISCLOSURES[self.weighting]
 
-    def claims(
-        self, plan: PrivacyPlan, run: RunSummary, state: State, mechanism: RoundMechanism
-    ) -> list[Guarantee]:
+    def claims(self, run: RunSummary, mechanism: RoundMechanism) -> list[Guarantee]:
         """Return the guarantee of Theorem 5, and a provable guarantee against each adversary."""
         sums = sums_of_users(mechanism)
         if self.user_draw == "silos":

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from flower_ext.algorithms import dp_fedavg
 from flower_ext.algorithms.uldp.silo_method import SiloMethod, sums_of_users
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import ClientMethod, Memory, State
+from flower_ext.federation import ClientMethod, Memory
 from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import RunSummary
@@ -83,8 +83,6 @@ class UldpNaive(SiloMethod):
             sensitivity=2.0 * self.num_silos,
         )
 
-    def claims(
-        self, plan: PrivacyPlan, run: RunSummary, state: State, mechanism: RoundMechanism
-    ) -> list[Guarantee]:
+    def claims(self, run: RunSummary, mechanism: RoundMechanism) -> list[Guarantee]:
         """Return Theorem 3 and the provable guarantees, against sums and against single uploads."""
         return uldp_naive_guarantees(sums_of_users(mechanism), run)

@@ -142,7 +142,7 @@ def _check_foreign(run: Run, *, mod: bool) -> None:
             "build it with client_app(task)"
         )
     first_error = f" (the first error was: {roster.first_error})" if roster.first_error else ""
-    fix = f"build the ClientApp with {run.method.name}.client_app(task)"
+    fix = f"build the ClientApp with {type(run.method).__name__}.client_app(task)"
     if not run.method.any_client_app:
         raise FederationNotReady(
             f"the ClientApp does not know {run.method.name}, which trains in its own way on the "

@@ -333,7 +333,7 @@ class TrainingRound:
     def _checked(self, result: tuple[records.Arrays, State]) -> tuple[records.Arrays, State]:
         """Return the result of a method's step; refuse a result that no later round could use."""
         # Accepted updates are finite. If the next model is not finite, the step is at fault.
-        step = f"the server's step of {self.run.method.label}"
+        step = f"the server's step of {self.run.method.name}"
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], State)):
             raise InvalidValue(f"{step}: expected it to return a model and a State")
         model, state = dict(result[0]), result[1]

@@ -29,7 +29,7 @@ def summary_of(run: Run) -> RunSummary:
         sums=run.summation.terms,
         num_examples=run.num_examples,
         training=method.training,
-        proximal_weight=min(weights, default=0.0) + method.added_proximal_weight,
+        proximal_weight=min(weights, default=0.0) + traits.added_proximal_weight,
         sent=run.model,
         secure_noise=not run.options.seeded_noise,
         secure_cohorts=not run.repeats,
@@ -42,7 +42,7 @@ def claims_of(run: Run, summary: RunSummary) -> list[Guarantee]:
     """Return the guarantees that the run's method claims for a run with this summary."""
     if not summary.participations.rounds:  # without a training round, a paper claims nothing
         return [*run.mechanism.guarantees(summary)]
-    return run.method.claims(run.plan, summary, run.state or State(), run.mechanism)
+    return run.method.claims(summary, run.mechanism)
 
 
 def guarantees_of(run: Run) -> list[Guarantee]:

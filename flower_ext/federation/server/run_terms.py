@@ -37,7 +37,7 @@ def terms_of(run: Run, player: Strategy) -> dict[str, Any]:
         of_wrappers |= public
     incidental = ("timeout", "state_key_file")
     terms = {
-        "method": "-".join(dict.fromkeys([*wrappers, method.name, method.label])),
+        "method": "-".join(dict.fromkeys([*wrappers, method.name])),
         "plan": type(run.plan).__name__,
         "planned-rounds": plan.pop("rounds", 0),
         **plan,

@@ -17,10 +17,9 @@ import math
 
 from flower_ext.checks import require_at_least_one, require_delta, require_positive, require_rate
 from flower_ext.privacy.accounting.sampling import SpacedSampling
-from flower_ext.privacy.base_plan import PrivacyPlan
 from flower_ext.privacy.guarantee import Condition, Guarantee
-from flower_ext.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
-from flower_ext.privacy.mechanisms.noised_sum import ReleaseTerms
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
@@ -90,17 +89,17 @@ def dp2_fedsam_theorem2_noise_multiplier(
     return math.sqrt(7 * sampling_rate**2 * rounds * needed) / epsilon
 
 
-def theorem2_of_plan(plan: PrivacyPlan, run: RunSummary) -> list[Guarantee]:
-    """Return the guarantee of Theorem 2; an empty list if the theorem does not cover the plan."""
-    if not isinstance(plan, ReleaseTerms) or isinstance(plan.clipping_norm, AdaptiveClipping):
-        return []  # the paper's clipping norm is fixed
-    if isinstance(plan.sampling, SpacedSampling):
+def theorem2_of_run(mechanism: RoundMechanism, run: RunSummary) -> list[Guarantee]:
+    """Return the guarantee of Theorem 2; an empty list if the theorem does not cover the run."""
+    if not isinstance(mechanism, NoisedSum) or mechanism.state:
+        return []  # the paper's clipping norm is the same in all rounds
+    if isinstance(mechanism.sampling, SpacedSampling):
         return []  # the paper's noise multiplier is for one round
     theorem = dp2_fedsam_theorem2(
-        noise_multiplier=plan.noise_multiplier,
-        sampling_rate=plan.sampling.sampling_rate,
+        noise_multiplier=mechanism.noise_multiplier,
+        sampling_rate=mechanism.sampling.sampling_rate,
         rounds=run.participations.rounds,
-        delta=plan.delta,
+        delta=mechanism.delta,
     )
     return [theorem]
 

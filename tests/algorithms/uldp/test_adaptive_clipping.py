@@ -141,7 +141,7 @@ def test_every_epsilon_is_that_of_a_fixed_norm(placement, sampling):
     method = UldpAvg(num_silos=SILOS, local=ONE_STEP)
     shown, strategy = losses(AdaptiveClipping(initial_norm=1.0))
     summary = summary_of(strategy.run)
-    claims = method.claims(fixed, summary, strategy.run.method_state, strategy.run.mechanism)
+    claims = method.claims(summary, method.mechanism(fixed))
     assert shown == [(g.view, g.basis, g.epsilon, g.conditions) for g in claims]
     provable = [g for g in strategy.guarantees() if g.basis == "provable"]
     assert {g.view for g in provable} == set(AdversaryView) - {

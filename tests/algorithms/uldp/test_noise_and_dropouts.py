@@ -10,7 +10,7 @@ from flower_ext.algorithms.uldp import (
     UldpNaive,
 )
 from flower_ext.algorithms.uldp.averaging import UldpAvg
-from flower_ext.federation import InProcessGrid, State
+from flower_ext.federation import InProcessGrid
 from flower_ext.federation.server.run_guarantees import spent_by
 from flower_ext.privacy import (
     AdversaryView,
@@ -148,9 +148,9 @@ def test_naive_spends_on_the_ledger_what_is_provable_not_what_is_published(tmp_p
 
 
 def test_naive_claims_only_the_noise_that_the_rounds_had():
-    method, given, seen = UldpNaive(num_silos=SILOS), plan(), run_summary(rounds=ROUNDS)
-    planned = method.mechanism(given)
+    method, seen = UldpNaive(num_silos=SILOS), run_summary(rounds=ROUNDS)
+    planned = method.mechanism(plan())
     used = replace(planned, noise_multiplier=planned.noise_multiplier / 2)
-    less = method.claims(given, seen, State(), planned)
-    more = method.claims(given, seen, State(), used)
+    less = method.claims(seen, planned)
+    more = method.claims(seen, used)
     assert all(a.epsilon < b.epsilon for a, b in zip(less, more, strict=True))

@@ -98,7 +98,9 @@ def test_an_adaptive_server_without_tau_is_named_where_a_parameter_is_unused():
     model = records.to_arrays(initial())
     with (
         np.errstate(invalid="ignore"),
-        pytest.raises(ValueError, match="'head.bias' .* the server's step of FedAdam in round 1"),
+        pytest.raises(
+            ValueError, match="'head.bias' .* the server's step of Unused-FedAdam in round 1"
+        ),
     ):
         started(strategy)
     assert sorted(model) == sorted(strategy.run.model)

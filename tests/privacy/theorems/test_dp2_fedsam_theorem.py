@@ -9,7 +9,7 @@ from flower_ext.privacy import PoissonSampling, calibrate_noise_multiplier
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import (
     dp2_fedsam_theorem2,
     dp2_fedsam_theorem2_noise_multiplier,
-    theorem2_of_plan,
+    theorem2_of_run,
 )
 from tests.support.plans import plan
 from tests.support.run_summary import run_summary
@@ -79,7 +79,7 @@ def test_the_order_of_theorem_2_is_compared_with_its_lemmas_bound():
 
 
 def test_the_published_claim_says_that_it_does_not_fit_its_setting():
-    claim = theorem2_of_plan(plan(), run_summary(rounds=60))[0]
+    claim = theorem2_of_run(plan().mechanism(), run_summary(rounds=60))[0]
     assert claim.basis == "published"
     assert not claim.conditions_hold
     failed = [c.text for c in claim.conditions if not c.holds]

@@ -186,11 +186,9 @@ class UserStatistics(UldpAvg):
         """Return the standard deviation of the noise in an element of the released mean."""
         return mechanism.mean_noise_stddev
 
-    def claims(
-        self, plan: PrivacyPlan, run: RunSummary, state: State, mechanism: RoundMechanism
-    ) -> list[Guarantee]:
+    def claims(self, run: RunSummary, mechanism: RoundMechanism) -> list[Guarantee]:
         """Return the provable guarantees only, because ULDP-AVG's theorem is about training."""
-        claims = super().claims(plan, run, state, mechanism)
+        claims = super().claims(run, mechanism)
         return [claim for claim in claims if claim.basis == "provable"]
 
 
