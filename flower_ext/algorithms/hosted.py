@@ -78,7 +78,7 @@ class Hosted(DPFedAvg):
                     "only models and numbers of examples, such as FedAvg, FedAdam or FedMedian; "
                     f"{kind.__name__} needs {missing}, so run it in an app of its own"
                 )
-        require_usual_server(self, f"{self.name} takes the server's step")
+        require_usual_server(self, f"{type(self.strategy).__name__} takes the server's step")
         if isinstance(self.strategy, FedProx):
             weight = self.strategy.proximal_mu
             if self.local.proximal_weight not in (0.0, weight):
@@ -98,9 +98,10 @@ class Hosted(DPFedAvg):
             )
         size, needed = plan.sampling.expected_cohort_size, self._least_replies
         if size < needed:
+            name = type(self.strategy).__name__
             raise InvalidValue(
-                f"cohorts of {size:g} are smaller than the {needed} nodes that {self.name} waits "
-                "for: lower its min_train_nodes and min_available_nodes"
+                f"cohorts of {size:g} are smaller than the {needed} nodes that {name} waits for: "
+                "lower its min_train_nodes and min_available_nodes"
             )
 
     @property

@@ -36,8 +36,8 @@ from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.training import LocalTraining, Task
 
 T = TypeVar("T")
-_OPTIMIZER_GROUP, _AVERAGE = "optimizer.", "average."
-"""Prefixes of the groups of a state that the server's optimizer and the average of models use."""
+_OPTIMIZER_GROUP = "optimizer."
+"""Prefix of the groups of a state that the server's optimizer uses."""
 _IS_OPTIMIZER = Rule("an optimizer such as Sgd or Adam", lambda x: isinstance(x, ServerOptimizer))
 _AVERAGES = Rule(
     "ExponentialAverage, TailAverage or None", lambda x: isinstance(x, ModelAverage | None)
@@ -314,19 +314,6 @@ class Method(Checked):
     def mean_noise(self, mechanism: RoundMechanism) -> float:
         """Return the stddev of the noise in each coordinate of the mean that moves the model."""
         return mechanism.mean_noise_stddev
-
-    def with_average(self, model: Arrays, state: State, previous: State) -> State:
-        """Return ``state`` with the average of models in ``previous``, updated by ``model``."""
-        if self.average is None:
-            return state
-        # A method's `step` may return a state without the average, so take it from ``previous``.
-        kept = self.average.add(model, groups_under(_AVERAGE, previous.server))
-        return state.updated(server=prefixed(_AVERAGE, kept))
-
-    def evaluated(self, model: Arrays, state: State) -> Arrays:
-        """Return the model that the run evaluates and returns: the average so far, or ``model``."""
-        kept = groups_under(_AVERAGE, state.server)
-        return model if self.average is None or not kept else self.average.average(kept)
 
     def disclosures(self, summation: Summation) -> Sequence[str]:
         """Return a line for each thing that the method reveals and no guarantee covers."""

@@ -20,8 +20,8 @@ the method, for no examples     the received model, and its memory as it was
 ==============================  ==========================================================
 
 The last row does not hold for uploads that are sums over units: there, the client reports the error
-(see `result_hiding_failures`). The method's metrics are the same in all rows, because none depends on more
-than the settings of the training and the number of examples that the client reports.
+(see `result_hiding_failures`). The method's metrics are the same in all rows: they depend only on
+the settings of the training and the number of examples that the client reports.
 """
 
 from __future__ import annotations

@@ -327,7 +327,7 @@ class TrainingRound:
         )
         result = run.method.step(run.model, released, run.method_state)
         model, state = self._checked(result)
-        run.state = run.method.with_average(model, state, run.method_state)
+        run.keep(model, state)
         return model
 
     def _checked(self, result: tuple[records.Arrays, State]) -> tuple[records.Arrays, State]:

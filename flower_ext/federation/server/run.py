@@ -20,7 +20,7 @@ from flower_ext.federation.messages import records
 from flower_ext.federation.messages.exchange import Clients
 from flower_ext.federation.messages.model_checks import shared_arrays
 from flower_ext.federation.method import Method
-from flower_ext.federation.method_state import State, groups_under
+from flower_ext.federation.method_state import State, groups_under, prefixed
 from flower_ext.federation.population import Population
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.server.spending import Spending
@@ -49,6 +49,8 @@ from flower_ext.training import matches
 
 MODEL = "model"
 """Group of the shared model in a checkpoint."""
+_AVERAGE = "average."
+"""Prefix, in a method's state, of the groups of the average of models."""
 _WRAPPER = "wrapper."
 """Prefix, in a checkpoint, of the groups that a wrapper of the strategy keeps."""
 
@@ -194,8 +196,18 @@ class Run:
         return model
 
     def evaluated(self, arrays: ArrayRecord) -> records.Arrays:
-        """Return the model that the run evaluates or returns, if ``arrays`` is the newest one."""
-        return self.method.evaluated(self.shared_part(arrays), self.state or State())
+        """Return the model to evaluate or return: the average so far, or the newest, ``arrays``."""
+        model, average = self.shared_part(arrays), self.method.average
+        kept = groups_under(_AVERAGE, (self.state or State()).server)
+        return average.average(kept) if average is not None and kept else model
+
+    def keep(self, model: records.Arrays, state: State) -> None:
+        """Keep the state after a step to ``model``, with the average of the models so far."""
+        if (average := self.method.average) is not None:
+            # A method's `step` may return a state without the average, so take it from before.
+            kept = average.add(model, groups_under(_AVERAGE, self.method_state.server))
+            state = state.updated(server=prefixed(_AVERAGE, kept))
+        self.state = state
 
     def check_model(self, model: records.Arrays) -> None:
         """Refuse a model (for example a checkpoint's) if its arrays do not fit the first model."""
