@@ -26,7 +26,7 @@ from flower_ext.federation.messages.records import Arrays
 from flower_ext.federation.messages.replies import read_answer
 from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.federation.method_state import State, groups_under, prefixed
-from flower_ext.federation.population import Cohort, Population, UsersInSilos
+from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.server_optimizers import MEAN, ModelAverage, ServerOptimizer
 from flower_ext.federation.sums.summation import ClientSum, Summation
 from flower_ext.privacy import Guarantee, PrivacyPlan
@@ -239,8 +239,6 @@ class Method(Checked):
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
         """Return the `Population`, which has the clients to ask and the privacy units to count."""
-        if (silos := self.traits.num_silos) is not None:
-            return UsersInSilos(plan.sampling, silos)
         return Population(summation.mechanism.sampling)
 
     @property

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from flower_ext.checks import Count
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import Method
-from flower_ext.privacy import FixedSizeSampling
+from flower_ext.federation import Method, Population, Summation
+from flower_ext.federation.population import UsersInSilos
+from flower_ext.privacy import FixedSizeSampling, PrivacyPlan
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import MethodTraits
@@ -31,6 +32,10 @@ class SiloMethod(Method):
     def traits(self) -> MethodTraits:
         """The method's traits, with its number of silos."""
         return replace(super().traits, num_silos=self.num_silos)
+
+    def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
+        """Return the users, whom the plan samples, and the silos, all of which the server asks."""
+        return UsersInSilos(plan.sampling, self.num_silos)
 
 
 def sums_of_users(mechanism: RoundMechanism) -> NoisedSum:
