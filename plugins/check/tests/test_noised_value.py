@@ -93,7 +93,7 @@ class OtherNoise(NonPrivatePlan):
     delta = 1e-5
 
 
-def test_the_noise_of_a_users_own_mechanism_is_not_called_hidden_in_training():
+def test_the_noise_of_an_unknown_mechanism_is_not_called_hidden_in_training():
     strategy = FederatedStrategy(DPFedAvg(), OtherNoise(sampling=FullParticipation(3)))
     unmeasured = mechanism_of(strategy, rounds=1).unmeasured
     assert "to which value OtherNoise adds noise" in unmeasured
