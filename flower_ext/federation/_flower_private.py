@@ -11,7 +11,7 @@ from pathlib import Path
 from time import monotonic, sleep, time
 from typing import Any, TypeVar
 
-from flwr.app import ArrayRecord, Message, Metadata, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, Message, Metadata, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
@@ -23,6 +23,9 @@ FIRST_CLIENT_ID = 1_000
 
 _FIRST_PAUSE, _LONGEST_PAUSE, _PAUSE_SHARE = 0.05, 1.0, 0.1
 """Pause between two polls: a tenth of the time waited so far, within 0.05 s and 1 s."""
+
+_RAY_CLIENT = "flwr.simulation.ray_transport.ray_actor.ClientAppActor.run"
+"""Ray's name of the function in which Flower's simulation runs a client."""
 
 R = TypeVar("R", ArrayRecord, MetricRecord, RecordDict)
 _EMPTY: Mapping[type, Any] = {kind: kind() for kind in (ArrayRecord, MetricRecord, RecordDict)}
@@ -53,13 +56,8 @@ def sent_with_app(app: Path, file: Path, excluded: Iterable[str]) -> bool:
     return name in filter_paths_for_publish({name: b"", ".gitignore": rules})
 
 
-_simulated_here = False
-
-
 def become_server_of(run_id: int) -> None:
     """Turn this process into the server of run ``run_id``, so that it can create messages."""
-    global _simulated_here
-    _simulated_here = True
     TaskIdentity.task_id = 1
     TaskIdentity.run_id = run_id
     TaskIdentity.node_id = SERVER_NODE_ID
@@ -143,16 +141,26 @@ def record_of(kind: type[R], items: Mapping[str, object]) -> R:
     return record
 
 
-def in_simulation() -> bool:
-    """Return True if this package or Flower's Ray engine simulates clients in this process."""
-    ray = sys.modules.get("ray")
-    is_initialized = getattr(ray, "is_initialized", bool)  # Ray may be half imported
-    return _simulated_here or bool(is_initialized())
+class SimulatedContext(Context):
+    """The context of a client that this package simulates."""
+
+
+def is_simulated(context: Context) -> bool:
+    """Return True if this package or Flower's Ray engine simulates the client of a context.
+
+    Anybody may use Ray, for example a task on a SuperNode. Only Flower's simulation runs clients in
+    the actor `_RAY_CLIENT`.
+    """
+    if isinstance(context, SimulatedContext):
+        return True
+    get_runtime_context = getattr(sys.modules.get("ray"), "get_runtime_context", None)
+    if get_runtime_context is None:  # nobody has imported Ray, or not yet all of it
+        return False
+    here = get_runtime_context()
+    # Outside actors, Ray would log a warning if it were asked for the name of a function.
+    return here.get_actor_id() is not None and here.get_task_function_name() == _RAY_CLIENT
 
 
 def simulates(grid: Grid) -> bool:
-    """Return True if this package or Flower's Ray engine simulates the nodes of a grid.
-
-    Unlike `in_simulation`, the function gives the right answer before Ray has started.
-    """
-    return _simulated_here or type(grid).__name__ == "InMemoryGrid"
+    """Return True if this package or Flower's Ray engine simulates the nodes of a grid."""
+    return getattr(grid, "simulates_nodes", type(grid).__name__ == "InMemoryGrid")

@@ -10,6 +10,7 @@ from flower_ext.algorithms import DP2FedSAM, DPFedAvg
 from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid
 from flower_ext.privacy import FullParticipation, ReleasePlan
 from flower_ext.training import LocalTraining, Task
+from tests.support.other_ray import use_ray
 from tests.support.worlds import CLASSES, FEATURES, client_data
 
 CLIENTS = 4
@@ -48,8 +49,8 @@ def plan(clipping_norm: float = 0.5) -> ReleasePlan:
     )
 
 
-def run(strategy, its_task: Task):
-    grid = InProcessGrid(strategy.method.client_app(its_task), num_clients=CLIENTS)
+def run(strategy, its_task: Task, kind=InProcessGrid):
+    grid = kind(strategy.method.client_app(its_task), num_clients=CLIENTS)
     return strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=2)
 
 
@@ -84,6 +85,32 @@ def test_a_node_with_another_base_is_refused_before_the_first_round():
     with pytest.raises(FederationNotReady, match=message):
         run(strategy, task(other))
     assert strategy.participations.rounds == 0
+
+
+class LastDiffers(InProcessGrid):
+    """A grid of SuperNodes, the last of which has another base model."""
+
+    simulates_nodes = False
+
+    def _answer_here(self, messages):
+        last = max(self.contexts)
+        others = InProcessGrid(DPFedAvg.client_app(task(other)), num_clients=CLIENTS)
+        return [
+            reply
+            for message in messages
+            for reply in (
+                others._answer_here([message])
+                if message.metadata.dst_node_id == last
+                else super(LastDiffers, self)._answer_here([message])
+            )
+        ]
+
+
+def test_every_node_of_a_deployment_confirms_its_base(monkeypatch):
+    use_ray(monkeypatch)  # the ServerApp's own use makes no simulation
+    strategy = FederatedStrategy(DPFedAvg(local=SGD), plan(), seed=1, frozen=task().fingerprint)
+    with pytest.raises(FederationNotReady, match=rf"partitions \[{CLIENTS - 1}\].*same base model"):
+        run(strategy, task(), LastDiffers)
 
 
 def test_a_server_that_names_no_base_asks_for_none():

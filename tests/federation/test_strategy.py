@@ -33,6 +33,7 @@ from flower_ext.privacy import (
 from flower_ext.runs import RunWriter
 from flower_ext.training import LocalTraining, Task, UnshareableModel
 from tests.support.losses import most_rounds
+from tests.support.other_ray import use_ray
 from tests.support.plans import release_plan
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder, Tampering
@@ -279,7 +280,9 @@ def test_the_error_says_why_nodes_cannot_name_their_partitions():
 
 
 class Replaced(InProcessGrid):
-    """A grid in which partition 2's node returns as partition 0 before round 2."""
+    """A grid of SuperNodes, of which partition 2's returns as partition 0 before round 2."""
+
+    simulates_nodes = False
 
     def send_and_receive(self, messages, *, timeout=None):
         messages = list(messages)
@@ -290,7 +293,7 @@ class Replaced(InProcessGrid):
 
 @pytest.mark.parametrize("clients_per_node", [1, 2])
 def test_a_node_that_comes_back_as_another_partition_takes_no_part(monkeypatch, clients_per_node):
-    monkeypatch.setattr(exchange, "in_simulation", lambda: False)  # as on SuperNodes
+    use_ray(monkeypatch)  # the ServerApp's own use makes no simulation
     everyone = FullParticipation(CLIENTS * clients_per_node)
     strategy = FederatedStrategy(DPFedAvg(local=FAST), plan(sampling=everyone), timeout=5.0)
     nodes = Replaced(average_app(), num_clients=CLIENTS)

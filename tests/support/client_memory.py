@@ -4,9 +4,9 @@ import torch
 from flwr.app import Context, RecordDict
 
 
-def context(run_config=None, **node_config) -> Context:
+def context(run_config=None, kind=Context, **node_config) -> Context:
     facts = {"partition-id": 2, **{n.replace("_", "-"): v for n, v in node_config.items()}}
-    return Context(
+    return kind(
         run_id=7, node_id=3, node_config=facts, state=RecordDict(), run_config=run_config or {}
     )
 

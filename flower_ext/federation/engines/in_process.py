@@ -23,7 +23,7 @@ from flower_ext.checks import require_at_least_one
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.client.app import answer_all
 from flower_ext.federation.client.hidden_errors import hidden_errors
-from flower_ext.federation.engines.virtual import ClientGrid, replies_in_memory
+from flower_ext.federation.engines.client_grid import ClientGrid, replies_in_memory
 from flower_ext.federation.engines.workers import Workers
 from flower_ext.federation.messages import failures
 from flower_ext.training import MEMORY_LIMIT
@@ -48,6 +48,8 @@ class InProcessGrid(ClientGrid):
         Number of processes that share the clients (see `engines.workers`).
     """
 
+    simulates_nodes = True
+
     def __init__(
         self,
         client_app: ClientApp,
@@ -66,8 +68,8 @@ class InProcessGrid(ClientGrid):
         run_id = randbits(62)
         self.set_run(private.empty_run(run_id))
         first = private.FIRST_CLIENT_ID
-        self.contexts = {
-            node: Context(
+        self.contexts: dict[int, Context] = {
+            node: private.SimulatedContext(
                 run_id=run_id,
                 node_id=node,
                 node_config={"partition-id": partition, "num-partitions": num_clients},

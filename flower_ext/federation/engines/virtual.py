@@ -14,48 +14,23 @@ from itertools import chain
 from logging import getLogger
 from typing import Any
 
-from flwr.app import Message, RecordDict
+from flwr.app import Message
 from flwr.serverapp import Grid
 
 from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
+from flower_ext.federation.engines.client_grid import ClientGrid, replies_in_memory
 from flower_ext.federation.messages.exchange import origin_fault
 from flower_ext.federation.messages.packing import pack, unpack
-from flower_ext.federation.messages.upload_reply import payload_bytes
 from flower_ext.training import MEMORY_LIMIT
 
 log = getLogger(__name__)
-
-_SHARE_OF_REPLIES = 4
-"""Waiting replies may take the memory limit of trainings divided by this number."""
-
-
-def replies_in_memory(message: Message, memory_limit: int) -> int:
-    """Return the number of replies, each as large as ``message``, that fit into memory."""
-    return max(1, memory_limit // _SHARE_OF_REPLIES // max(1, payload_bytes([message])))
 
 
 def clients_of(grid: Grid, clients_per_node: int) -> Grid:
     """Return a grid with ``clients_per_node`` clients on each node of ``grid``; 0 means 1."""
     return grid if clients_per_node in (0, 1) else VirtualGrid(grid, clients_per_node)
-
-
-class ClientGrid(Grid):
-    """Base class of this package's grids, whose nodes are clients."""
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        """Return a message of this run."""
-        return Message(
-            content, dst_node_id=dst_node_id, message_type=message_type, group_id=group_id, ttl=ttl
-        )
 
 
 class VirtualGrid(ClientGrid):
@@ -82,6 +57,11 @@ class VirtualGrid(ClientGrid):
     def run(self) -> Any:
         """The run that the wrapped grid belongs to."""
         return self._grid.run
+
+    @property
+    def simulates_nodes(self) -> bool:
+        """True if the nodes of the wrapped grid are simulated."""
+        return private.simulates(self._grid)
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the clients of all connected nodes."""

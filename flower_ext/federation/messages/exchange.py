@@ -19,7 +19,7 @@ from flwr.serverapp import Grid
 
 from flower_ext.errors import FlowerExtError
 from flower_ext.federation import _flower_private
-from flower_ext.federation._flower_private import in_simulation, message_like
+from flower_ext.federation._flower_private import message_like, simulates
 from flower_ext.federation.messages import records
 from flower_ext.federation.messages.addresses import addressed
 from flower_ext.federation.messages.failures import printable, public_reason, unlogged
@@ -111,8 +111,9 @@ class Clients:
             message_type=kind if self.roster.foreign else f"{kind}.{self.method}",
             group_id=str(server_round),
         )
+        assert self.grid is not None
         # Simulated nodes cannot change partitions, so they need no address and can share contents.
-        addresses = self.roster.known and not in_simulation()
+        addresses = self.roster.known and not simulates(self.grid)
         messages = {}
         for partition, content in contents.items():
             whole, node = shared[id(content)], self.nodes[partition]

@@ -7,6 +7,7 @@ The server packs requests (`pack`), and unpacks the node's reply (`unpack`). On 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
@@ -110,12 +111,8 @@ def _client_context(node: Context, slot: int, per_node: int, state: RecordDict) 
     number = partition_of(node.node_config)
     num_nodes = int(node.node_config.get("num-partitions", number + 1))
     place = {"partition-id": number * per_node + slot, "num-partitions": num_nodes * per_node}
-    return Context(
-        run_id=node.run_id,
-        node_id=node.node_id + slot,
-        node_config={**node.node_config, **place},
-        state=state,
-        run_config=node.run_config,
+    return replace(
+        node, node_id=node.node_id + slot, node_config={**node.node_config, **place}, state=state
     )
 
 

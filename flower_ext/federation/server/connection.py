@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 
 from flower_ext.errors import InvalidValue
-from flower_ext.federation._flower_private import in_simulation
+from flower_ext.federation._flower_private import simulates
 from flower_ext.federation.messages import records
 from flower_ext.federation.messages.exchange import Content
 from flower_ext.federation.messages.for_mods import REHEARSAL
@@ -51,7 +51,7 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
             # nodes share one copy, so ask only one of them.
             nodes = [*run.clients.nodes]
             content = {records.FROZEN: ConfigRecord({"fingerprint": run.options.frozen})}
-            questions = dict.fromkeys(nodes[:1] if in_simulation() else nodes, content)
+            questions = dict.fromkeys(nodes[:1] if simulates(grid) else nodes, content)
             run.clients.ask_all(questions, read_answer)
         connected = Connected(
             clients=run.clients,

@@ -66,7 +66,7 @@ class StateFolder:
             file = context.node_config.get("state-key-file")
             key = read_state_key(Path(str(file)).expanduser()) if file else None
             return cls(path=Path(str(named)).expanduser(), sync=True, key=key)
-        if private.in_simulation() and (named := context.run_config.get("state-folder")):
+        if private.is_simulated(context) and (named := context.run_config.get("state-folder")):
             return cls(path=Path(str(named)).expanduser(), sync=False)
         return None
 

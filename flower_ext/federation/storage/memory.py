@@ -175,7 +175,7 @@ class ClientVault:
         Also True in a simulation, although the bytes may be lost there: a simulation that starts
         again is a new run and needs none of them.
         """
-        return StateFolder.of(self._context) is not None or private.in_simulation()
+        return StateFolder.of(self._context) is not None or private.is_simulated(self._context)
 
     def load(self) -> bytes | None:
         """Return the bytes that were stored last; None if none were stored."""

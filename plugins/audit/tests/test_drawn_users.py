@@ -1,10 +1,9 @@
 """Tests of what the server learns of a user from many sums, if silos draw users by a shared key."""
 
 import numpy as np
-import pytest
-from flwr.app import Context, RecordDict
+from flwr.app import RecordDict
 
-from flower_ext.federation import _flower_private as private
+from flower_ext.federation._flower_private import SimulatedContext
 from flower_ext.federation.client import user_draws
 from flower_ext.federation.client.user_draws import draw_users, draws_vault
 from flower_ext.privacy import PoissonSampling, SecureNoise, privacy_loss_of
@@ -19,14 +18,9 @@ ROUNDS, NOISE, TRIALS, DELTA = 64, 2.0, 4000, 0.01
 FEW = PoissonSampling(TRIALS, 0.2)
 
 
-@pytest.fixture(autouse=True)
-def simulated(monkeypatch):
-    monkeypatch.setattr(private, "in_simulation", lambda: True)
-
-
 def sums_of_canaries(present):
     """Return what a server sees of each user over all rounds, whose sums hold that user alone."""
-    context = Context(
+    context = SimulatedContext(
         run_id=1, node_id=0, node_config={"partition-id": 0}, state=RecordDict(), run_config={}
     )
     vault, total = draws_vault(context, "uldp_avg"), np.zeros(TRIALS)

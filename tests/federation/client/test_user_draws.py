@@ -7,7 +7,7 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from flower_ext.errors import InvalidValue, ProtocolError, is_tellable
-from flower_ext.federation import _flower_private as private
+from flower_ext.federation._flower_private import SimulatedContext
 from flower_ext.federation.client.user_draws import draw_fingerprint, draw_users, draws_vault
 from flower_ext.federation.storage.memory import ClientVault, forget_client
 from flower_ext.privacy import PoissonSampling
@@ -18,20 +18,14 @@ USERS, RATE = 20_000, 0.3
 SAMPLING = PoissonSampling(USERS, RATE)
 
 
-def context_of(number=0, folder=None, node_id=0):
+def context_of(number=0, folder=None, node_id=0, kind=SimulatedContext):
     node = {"partition-id": number}
     node |= {} if folder is None else {"state-folder": str(folder)}
-    return Context(run_id=1, node_id=node_id, node_config=node, state=RecordDict(), run_config={})
+    return kind(run_id=1, node_id=node_id, node_config=node, state=RecordDict(), run_config={})
 
 
-def silo(number=0, folder=None, node_id=0):
-    context = context_of(number, folder, node_id)
-    return draws_vault(context, "uldp_avg")
-
-
-@pytest.fixture(autouse=True)
-def simulated(monkeypatch):
-    monkeypatch.setattr(private, "in_simulation", lambda: True)
+def silo(*args, **options):
+    return draws_vault(context_of(*args, **options), "uldp_avg")
 
 
 def drawn(number=1, key=KEY, run=("study", 1), sampling=SAMPLING, vault=None):
@@ -99,13 +93,16 @@ def test_a_server_that_makes_a_silo_forget_cannot_repeat_a_draw(tmp_path):
         assert refuses(draws_vault(context, "uldp_avg"))
 
 
-def test_a_silo_whose_memory_a_restart_would_delete_draws_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(private, "in_simulation", lambda: False)
-    for draw in (drawn, lambda: draw_fingerprint(task(draw_key=KEY), silo())):
+def test_a_silo_whose_memory_a_restart_would_delete_draws_nothing(tmp_path):
+    vault = silo(kind=Context)
+    for draw in (
+        lambda: drawn(vault=vault),
+        lambda: draw_fingerprint(task(draw_key=KEY), vault),
+    ):
         with pytest.raises(InvalidValue, match="state-folder") as refused:
             draw()
         assert is_tellable(refused.value)
-    assert drawn(vault=silo(folder=tmp_path))
+    assert drawn(vault=silo(folder=tmp_path, kind=Context))
 
 
 def test_a_silo_without_a_key_says_how_to_get_one():

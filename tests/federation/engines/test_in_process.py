@@ -16,7 +16,13 @@ from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
 from flower_ext import plugins
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, FedDyn, PFedMe, Scaffold
-from flower_ext.federation import FederatedStrategy, InProcessGrid, Stragglers, run_in_process
+from flower_ext.federation import (
+    FederatedStrategy,
+    InProcessGrid,
+    Stragglers,
+    VirtualGrid,
+    run_in_process,
+)
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.engines.in_process import modules_uncollected
 from flower_ext.federation.messages import records
@@ -25,6 +31,7 @@ from flower_ext.federation.messages.roster import FederationNotReady
 from flower_ext.privacy import FixedSizeSampling, FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining
 from flower_ext.training.batched import stack
+from tests.support.client_memory import context
 from tests.support.strategies import strategy_of
 from tests.support.worlds import client_data, task
 
@@ -245,11 +252,22 @@ def test_a_task_that_is_built_for_one_client_is_refused_by_name():
 
 def test_flowers_simulation_is_known_while_ray_is_still_being_imported(monkeypatch):
     """The ServerApp runs beside the thread that imports Ray."""
-    monkeypatch.setattr(private, "_simulated_here", False)
     monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
-    assert not private.in_simulation()
+    assert not private.is_simulated(context())
     assert private.simulates(InMemoryGrid.__new__(InMemoryGrid))
-    assert not private.simulates(HttpGrid.__new__(HttpGrid))
+
+
+def test_a_simulation_before_a_deployment_leaves_it_a_deployment():
+    grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=2)
+    assert all(map(private.is_simulated, grid.contexts.values()))
+    assert not private.is_simulated(context())
+    for simulated, nodes in (
+        (True, grid),
+        (True, InMemoryGrid.__new__(InMemoryGrid)),
+        (False, HttpGrid.__new__(HttpGrid)),
+    ):
+        assert private.simulates(nodes) is simulated
+        assert private.simulates(VirtualGrid(nodes, 2)) is simulated
 
 
 def test_a_run_leaves_the_garbage_collector_as_it_was():

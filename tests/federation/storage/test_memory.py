@@ -8,7 +8,7 @@ import torch
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import ClientMemory
-from flower_ext.federation import _flower_private as private
+from flower_ext.federation._flower_private import SimulatedContext
 from flower_ext.federation.storage.folder import Damaged
 from flower_ext.federation.storage.memory import ClientVault
 from tests.support.client_memory import context, disk_full, params
@@ -106,14 +106,15 @@ def test_a_server_names_no_paths(tmp_path, name):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_supernode_does_not_listen_to_the_runs_folder_a_simulation_does(tmp_path, monkeypatch):
+def test_only_a_simulated_client_uses_the_folder_of_the_run(tmp_path):
     run_config = {"state-folder": str(tmp_path / "state")}
-    monkeypatch.setattr(private, "in_simulation", lambda: False)
     ClientMemory(context(run_config), "one", "run").store(params(1.0))
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(private, "in_simulation", lambda: True)
-    ClientMemory(context(run_config), "one", "run").store(params(1.0))
-    assert ClientMemory(context(run_config), "one", "run").newest() == 1
+    for _ in range(2):
+        simulated = context(run_config, SimulatedContext)
+        memory = ClientMemory(simulated, "one", "run")
+        memory.store(params(1.0), 1 + memory.newest())
+    assert memory.newest() == 2
 
 
 @pytest.mark.parametrize("at", [0, 20, -1])
