@@ -205,7 +205,7 @@ class PackedAndRepeated(InProcessGrid):
 
 
 @pytest.mark.parametrize("relabel", [False, True])
-def test_replies_for_several_clients_are_of_this_round_and_count_once(relabel):
+def test_replies_for_several_clients_are_of_this_round_and_count_once(relabel, logged):
     finals = []
     for below in (InProcessGrid, PackedAndRepeated):
         strategy = FederatedStrategy(
@@ -218,6 +218,8 @@ def test_replies_for_several_clients_are_of_this_round_and_count_once(relabel):
         assert strategy.run.progress.row["answered"] == CLIENTS
     for name, array in finals[0].items():
         np.testing.assert_array_equal(finals[1][name], array)
+    ignored = [r.name for r in logged.records if "the server ignores a reply" in r.getMessage()]
+    assert {*ignored} == {"flwr"}  # the log that users of Flower see
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from flower_ext.federation.messages.exchange import origin_fault
 from flower_ext.federation.messages.packing import pack, unpack
 from flower_ext.training import MEMORY_LIMIT
 
-log = getLogger(__name__)
+log = getLogger("flwr")
 
 
 def clients_of(grid: Grid, clients_per_node: int) -> Grid:
