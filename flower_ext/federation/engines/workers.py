@@ -18,7 +18,7 @@ import os
 import pickle
 import signal
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -31,6 +31,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flower_ext.checks import require_at_least_one
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.federation.client.app import reply_of
+from flower_ext.federation.client.hidden_errors import HiddenErrors, hidden_errors
 from flower_ext.federation.messages.upload_reply import Update, UploadReply
 
 
@@ -92,17 +93,23 @@ class Workers:
         workers = iter(self._others)
         for message in messages:
             while id(message) not in replies:
-                replies |= self._replies_of(next(workers))
+                arrived, hidden = self._replies_of(next(workers))
+                replies |= arrived
+                hidden_errors.update(hidden)
             yield replies.pop(id(message))
 
-    def _replies_of(self, worker: _Worker) -> dict[int, Message]:
-        """Wait for a worker's replies to its last messages; return them by ``id(message)``."""
+    def _replies_of(self, worker: _Worker) -> tuple[dict[int, Message], HiddenErrors]:
+        """Wait for a worker's replies to its last messages.
+
+        Return the replies by ``id(message)``, and the errors that the worker's clients hid.
+        """
         messages, worker.unanswered = worker.unanswered, ()
         if not messages:
-            return {}
-        answers, stateful = worker.receive()
+            return {}, Counter()
+        answers, stateful, hidden = worker.receive()
         self._homes |= dict.fromkeys(stateful, worker.number)
-        return {id(m): reply_of(m, answer) for m, answer in zip(messages, answers, strict=True)}
+        replies = {id(m): reply_of(m, answer) for m, answer in zip(messages, answers, strict=True)}
+        return replies, hidden
 
     def _divided(self, messages: Sequence[Message]) -> list[list[Message]]:
         """Divide messages among the processes, with about as much work for each.
@@ -193,11 +200,12 @@ class Workers:
                 return
             if messages is None:
                 break
+            before = hidden_errors.copy()
             answers = [*map(_answer_in, self._answer(messages))]
             stateful = self._with_state(messages)
             nodes.update(stateful)
             try:
-                channel.share((answers, stateful))
+                channel.share((answers, stateful, hidden_errors - before))
             except BrokenPipeError:  # the server's process has ended
                 return
         channel.share({node: self._contexts[node].state for node in nodes})

@@ -63,8 +63,9 @@ SETUPS = {
 }
 
 
-def run(strategy, task, rounds=1, clients=CLIENTS):
-    run_grid = Recorder(strategy.method.client_app(task), num_clients=clients)
+def run(strategy, task, rounds=1, clients=CLIENTS, workers=1):
+    app = strategy.method.client_app(task)
+    run_grid = Recorder(app, num_clients=clients, workers=workers)
     run_grid.result = strategy.start(run_grid, initial(), num_rounds=rounds)
     return run_grid
 
@@ -125,8 +126,9 @@ def test_a_failed_training_is_reported_in_the_log_of_its_client(logged):
     assert "cannot be read" not in line  # the message may hold a record
 
 
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("failing", [1, CLIENTS])
-def test_a_simulation_says_once_that_no_client_trained(failing, logged):
+def test_a_simulation_says_once_that_no_client_trained(failing, workers, logged):
     def data(partition):
         sound = client_data(partition)
         return replace(sound, train=replace(sound.train, targets=sound.train.targets + 99))
@@ -134,7 +136,7 @@ def test_a_simulation_says_once_that_no_client_trained(failing, logged):
     wrong = {client: data(client) for client in range(failing)}
     task = replace(failing_task(None), data=lambda client: wrong.get(client) or client_data(client))
     strategy = fedavg(released())
-    run(strategy, task, rounds=3)
+    run(strategy, task, rounds=3, workers=workers).workers.abandon()
     errors = [r.getMessage() for r in logged.records if r.levelname == "ERROR"]
     if failing < CLIENTS:
         assert errors == []
