@@ -21,6 +21,7 @@ from flower_ext_consortium.linkage import write_key
 from flower_ext_consortium.statistics.results import STANDARDISE, TABLE
 from tests.faults.processes import WatchedRun, kill_node, return_node
 from tests.support.apps import CONSORTIUM
+from tests.support.client_memory import secret_in
 from tests.support.deployment import CONNECTION, Deployment
 
 PEOPLE = 300
@@ -331,7 +332,7 @@ def hostile_app(folder):
 def newest_draw(folder):
     """Return the newest round that the silo with this state folder drew; 0 for none."""
     return max(
-        (int.from_bytes(f.read_bytes()) for f in folder.glob("secrets/*.permanent")), default=0
+        (int.from_bytes(secret_in(f)) for f in folder.glob("secrets/*.permanent")), default=0
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.faults.processes import WatchedRun, kill_node, return_node
 from tests.support.apps import ULDP_FL
+from tests.support.client_memory import secret_in
 from tests.support.deployment import Deployment
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(2700)]
@@ -51,7 +52,7 @@ class Watch(threading.Thread):
     def last(self, what) -> int:
         """Return a number in the state of the victim; 0 before it has one."""
         for file in self.secrets.rglob("*.secret"):
-            silo = json.loads(file.read_bytes())
+            silo = json.loads(secret_in(file))
             if silo["index"] == VICTIM:
                 return int(silo[what])
         return 0

@@ -117,7 +117,7 @@ class Forgetful(InProcessGrid):
 
 
 class Owned(Forgetful):
-    """Every silo keeps its secrets in a folder of its own as well."""
+    """Every silo keeps its secrets in a folder of its own."""
 
     def __init__(self, *args, folder, **options):
         super().__init__(*args, **options)

@@ -39,6 +39,7 @@ from flower_ext.federation.messages import records
 from flower_ext.federation.messages.addresses import check_addressee
 from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.federation.storage.memory import ClientMemory, forget_client
+from flower_ext.federation.sums.masked import OF_MASKED_SUM
 from flower_ext.federation.sums.summation import ClientSum
 from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.training import MEMORY_LIMIT, Params, Task
@@ -185,7 +186,9 @@ class ClientSide:
         round_entries = message.content.config_records[records.ROUND]
         if "forget" in round_entries:
             self.policy(context).check_forgetting()
-            forget_client(context, list(round_entries["forget"]))  # type: ignore[arg-type]
+            # A run of another study that is computing a masked sum misses the client in this sum.
+            runs: list[Any] = list(round_entries["forget"])  # type: ignore[arg-type]
+            forget_client(context, runs, vaults=OF_MASKED_SUM)
             return records.to_record({"version": np.array(0, dtype=np.int64)})
         before = int(round_entries["number"]) + 1  # type: ignore[arg-type]
         memory = ClientMemory(context, self.method.name, str(round_entries["run"]))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
@@ -15,11 +13,6 @@ _SHARE_OF_REPLIES = 4
 
 class ClientGrid(Grid):
     """Base class of this package's grids, whose nodes are clients."""
-
-    @property
-    @abstractmethod
-    def simulates_nodes(self) -> bool:
-        """True if this package or Flower's Ray engine simulates the nodes of this grid."""
 
     def create_message(
         self,

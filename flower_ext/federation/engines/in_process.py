@@ -49,6 +49,7 @@ class InProcessGrid(ClientGrid):
     """
 
     simulates_nodes = True
+    """Read by `_flower_private.simulates`."""
 
     def __init__(
         self,

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from flwr.app import ConfigRecord, Context
+from flwr.app import ArrayRecord, Context
 from torch import Tensor
 
 from flower_ext.errors import ProtocolError
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.messages.addresses import PARTITION, partition_of
-from flower_ext.federation.messages.records import arrays_of, to_params, to_record
+from flower_ext.federation.messages.records import bytes_record, to_arrays, to_params, to_record
 from flower_ext.federation.storage.folder import (
     SECRETS,
     Damaged,
@@ -29,19 +31,87 @@ from flower_ext.federation.storage.folder import (
 )
 from flower_ext.training import Params
 
-_GROUP = "memory"
+_GROUP = "record"
+_MEMORY, _SECRET, _PERMANENT = ".memory", ".secret", ".permanent"
+"""Endings of names: of memory, of secrets, and of records that are never removed."""
 _EARLIER = 2
 """Number of older versions of a memory that a folder keeps. If a checkpoint is damaged, a repeated
 round needs these versions."""
-
-_PERMANENT = "permanent"
-"""Ending of the names of permanent records, which are never removed."""
-
-OF_MASKED_SUM = "-sum"
-"""Ending of the names of vaults with keys of masked sums."""
 _SECRETS_SECONDS = 24 * 60 * 60
 """Age in seconds at which a run's secrets are removed when another run begins. Younger secrets may
 belong to a run in progress, which stores its secrets anew in each round of the client."""
+
+Records = MutableMapping[str, Any]
+"""A client's records by name: the state of its context, or `FolderRecords`."""
+
+
+class FolderRecords(MutableMapping[str, ArrayRecord]):
+    """Records in the files of a folder, in place of those in the state of a context.
+
+    A record's name is the path of its file in the folder. An iteration yields the names that begin
+    with ``prefix``. Reading a record raises `Damaged` if its file was altered or encrypted with
+    another key.
+    """
+
+    def __init__(self, folder: StateFolder, prefix: str) -> None:
+        self._folder, self._prefix = folder, prefix
+
+    def __getitem__(self, name: str) -> ArrayRecord:
+        if (content := self._read(name)) is None:
+            raise KeyError(name)
+        try:
+            return to_record(deserialised(content).arrays[_GROUP])
+        except Damaged as error:
+            raise Damaged(
+                f"{self._folder.path / name}: {error}; restore the file as this client wrote it, "
+                "or begin a new run"
+            ) from None
+
+    def __setitem__(self, name: str, record: ArrayRecord) -> None:
+        self._folder.write(name, serialised({}, {_GROUP: to_arrays(record)}))
+
+    def __delitem__(self, name: str) -> None:
+        (self._folder.path / name).unlink(missing_ok=True)
+
+    def __iter__(self) -> Iterator[str]:
+        files = self._folder.path.glob(f"{self._prefix}*")
+        return (file.relative_to(self._folder.path).as_posix() for file in files)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _read(self, name: str) -> bytes | None:
+        return self._folder.read(name)
+
+
+class FolderSecrets(FolderRecords):
+    """Secrets in the files of a folder, which several processes never replace at the same time.
+
+    Writing a record raises a `ProtocolError` if another process has written it since this object
+    read or wrote it.
+    """
+
+    def __init__(self, folder: StateFolder) -> None:
+        super().__init__(folder, f"{SECRETS}/")
+        self._known: dict[str, bytes | None] = {}
+
+    def __setitem__(self, name: str, record: ArrayRecord) -> None:
+        with self._folder.one_at_a_time(SECRETS) as secrets:
+            before = super()._read(name)
+            # Another process may have answered meanwhile, under the same masks.
+            if self._known.get(name, before) != before:
+                raise ProtocolError(
+                    "this client's state changed while it answered, so it sends no answer: "
+                    "expected one process for each client, and one answer to each message"
+                )
+            if before is None:
+                _remove_old(secrets)
+            super().__setitem__(name, record)
+            self._read(name)
+
+    def _read(self, name: str) -> bytes | None:
+        self._known[name] = content = super()._read(name)
+        return content
 
 
 class ClientMemory:
@@ -62,10 +132,13 @@ class ClientMemory:
     """
 
     def __init__(self, context: Context, method: str, run: str = "") -> None:
-        self._state, self._key = context.state, f"flower_ext.{method}."
-        self._folder = StateFolder.of(context) if run else None
-        if self._folder is not None:
-            self._inside = f"{safe_name(run)}/{method}-{partition_of(context.node_config)}"
+        folder = StateFolder.of(context) if run else None
+        self._outlives_run = folder is not None
+        self._records: Records = context.state
+        self._prefix = f"flower_ext.{method}."
+        if folder is not None:
+            self._prefix = f"{safe_name(run)}/{method}-{partition_of(context.node_config)}/"
+            self._records = FolderRecords(folder, self._prefix)
 
     def load(self, before: int | None = None) -> Params | None:
         """Return the newest memory that a training round below ``before`` stored; None if none did.
@@ -73,19 +146,8 @@ class ClientMemory:
         If the memory is in a context's state, return the newest memory of all rounds. Raise
         `Damaged` if the memory's file was altered or encrypted with another key.
         """
-        if not (version := self.newest(before)):
-            return None
-        if self._folder is None:
-            return to_params(self._state.array_records[f"{self._key}{version}"])
-        content = self._folder.read(self._file(version))
-        assert content is not None
-        try:
-            return to_params(to_record(deserialised(content).arrays[_GROUP]))
-        except Damaged as error:
-            path = self._folder.path / self._file(version)
-            raise Damaged(
-                f"{path}: {error}; restore the file as this client wrote it, or begin a new run"
-            ) from None
+        version = self.newest(before)
+        return to_params(self._records[self._name(version)]) if version else None
 
     def store(
         self, params: Mapping[str, Tensor], version: int = 1, *, and_before: bool = False
@@ -98,12 +160,8 @@ class ClientMemory:
         """
         # Clone, because a view would keep a whole batch in memory.
         memory = {name: value.clone() for name, value in params.items()}
-        if self._folder is None:
-            self._state[f"{self._key}{version}"] = to_record(memory)
-        else:
-            content = serialised({"round": version}, {_GROUP: arrays_of(memory)})
-            self._folder.write(self._file(version), content)
-        kept = int(and_before) if self._folder is None else _EARLIER
+        self._records[self._name(version)] = to_record(memory)
+        kept = _EARLIER if self._outlives_run else int(and_before)
         earlier = sorted((other for other in self._versions() if other < version), reverse=True)
         # Versions with larger numbers are of rounds that a resumed run repeats.
         self._keep({version, *earlier[:kept]})
@@ -116,26 +174,21 @@ class ClientMemory:
         """Return the last training round below ``before`` that stored memory; 0 if none did."""
         versions = self._versions()
         # Only a resumed run repeats a round, and no run resumes from a context's state.
-        if before is not None and self._folder is not None:
+        if before is not None and self._outlives_run:
             versions = [version for version in versions if version < before]
         return max(versions, default=0)
 
     def _versions(self) -> list[int]:
-        if self._folder is not None:
-            kept: Path = self._folder.path / self._inside
-            return [int(file.stem) for file in kept.glob("[0-9]*.memory")]
-        numbers = (n.removeprefix(self._key) for n in self._state if n.startswith(self._key))
+        names = [name.removesuffix(_MEMORY) for name in self._records if name.endswith(_MEMORY)]
+        numbers = (n.removeprefix(self._prefix) for n in names if n.startswith(self._prefix))
         return [int(number) for number in numbers if number.isdecimal()]
 
     def _keep(self, kept: Set[int]) -> None:
         for version in set(self._versions()) - kept:
-            if self._folder is None:
-                del self._state[f"{self._key}{version}"]
-            else:
-                (self._folder.path / self._file(version)).unlink(missing_ok=True)
+            del self._records[self._name(version)]
 
-    def _file(self, version: int) -> str:
-        return f"{self._inside}/{version}.memory"
+    def _name(self, version: int) -> str:
+        return f"{self._prefix}{version}{_MEMORY}"
 
 
 class ClientVault:
@@ -161,12 +214,14 @@ class ClientVault:
     """
 
     def __init__(self, context: Context, method: str, *, is_permanent: bool = False) -> None:
-        kind = _PERMANENT if is_permanent else "secret"
+        kind = _PERMANENT if is_permanent else _SECRET
         owner = context.node_config.get(PARTITION, context.node_id)
-        self._context, self._key = context, f"flower_ext.{method}.{kind}"
-        self._name = f"{SECRETS}/{context.run_id}-{owner}-{method}.{kind}"
-        self._loaded = False
-        self._on_disk: bytes | None = None
+        self._context, self._name = context, f"{SECRETS}/{context.run_id}-{owner}-{method}{kind}"
+
+    @cached_property
+    def _records(self) -> Records:
+        folder = StateFolder.of(self._context)
+        return self._context.state if folder is None else FolderSecrets(folder)
 
     @property
     def outlives_process(self) -> bool:
@@ -175,19 +230,15 @@ class ClientVault:
         Also True in a simulation, although the bytes may be lost there: a simulation that starts
         again is a new run and needs none of them.
         """
-        return StateFolder.of(self._context) is not None or private.is_simulated(self._context)
+        return isinstance(self._records, FolderSecrets) or private.is_simulated(self._context)
 
     def load(self) -> bytes | None:
-        """Return the bytes that were stored last; None if none were stored."""
-        self._loaded = True
-        folder = StateFolder.of(self._context)
-        if folder is not None:
-            self._on_disk = folder.read(self._name)
-            if self._on_disk is not None:
-                return self._on_disk
-        kept = self._context.state.get(self._key)
-        secret = kept.get("secret") if isinstance(kept, ConfigRecord) else None
-        return secret if isinstance(secret, bytes) else None
+        """Return the bytes that were stored last; None if none were stored.
+
+        Raise `Damaged` if the file was altered or encrypted with another key.
+        """
+        record = self._records.get(self._name)
+        return None if record is None else to_arrays(record)[_SECRET].tobytes()
 
     def store(self, secret: bytes) -> None:
         """Store ``secret`` in place of the bytes that were stored before.
@@ -195,34 +246,21 @@ class ClientVault:
         Raise a `ProtocolError` if another process has stored bytes since this process loaded them.
         After such an error, this process must not send anything.
         """
-        if (folder := StateFolder.of(self._context)) is not None:
-            with folder.one_at_a_time(SECRETS) as secrets:
-                before = folder.read(self._name)
-                # Another process may have answered meanwhile, under the same masks.
-                if self._loaded and before != self._on_disk:
-                    raise ProtocolError(
-                        "this client's state changed while it answered, so it sends no answer: "
-                        "expected one process for each client, and one answer to each message"
-                    )
-                if before is None:
-                    _remove_old(secrets)
-                folder.write(self._name, secret)
-            self._loaded, self._on_disk = True, secret
-        self._context.state[self._key] = ConfigRecord({"secret": secret})
+        self._records[self._name] = bytes_record(_SECRET, secret)
 
 
-def forget_client(context: Context, runs: Sequence[str]) -> None:
+def forget_client(context: Context, runs: Sequence[str], *, vaults: str) -> None:
     """Delete a client's memory of ``runs``, for all methods, and its keys.
 
-    Key files are named by Flower's ids of runs, not by ``runs``, so the keys of masked sums vanish
-    for all runs: a run of another study that is computing a sum misses the client in this sum.
+    Also delete the keys in vaults of all runs whose method ends with ``vaults``. Their files are
+    named by Flower's ids of runs, not by ``runs``.
 
     Permanent records stay, because they record the client's actions and nothing about its data. If
     there is no folder, the function deletes only what the context's state holds, that is, the
     memory and keys of the run that asks. Those of other runs vanish with the SuperNode's process.
     """
-    for name in [*context.state]:
-        if name.startswith("flower_ext.") and not name.endswith(f".{_PERMANENT}"):
+    for name in list(context.state):
+        if name.endswith((_MEMORY, _SECRET)):
             del context.state[name]
     if (folder := StateFolder.of(context)) is None:
         return
@@ -232,8 +270,8 @@ def forget_client(context: Context, runs: Sequence[str]) -> None:
             shutil.rmtree(kept)
     # The second pattern also matches files that a killed process left.
     for names in (
-        f"{context.run_id}-{partition}-*.secret",
-        f"*-{partition}-*{OF_MASKED_SUM}.secret*",
+        f"{context.run_id}-{partition}-*{_SECRET}",
+        f"*-{partition}-*{vaults}{_SECRET}*",
     ):
         for secret in (folder.path / SECRETS).glob(names):
             secret.unlink(missing_ok=True)
@@ -244,6 +282,6 @@ def _remove_old(secrets: Path) -> None:
 
     Flower does not tell a client when a run ends, but the run of such secrets has probably ended.
     """
-    for file in secrets.glob("*.secret"):
+    for file in secrets.glob(f"*{_SECRET}"):
         if time.time() - file.stat().st_mtime > _SECRETS_SECONDS:
             file.unlink()

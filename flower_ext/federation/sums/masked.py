@@ -47,7 +47,7 @@ from flower_ext.federation.messages.records import (
 )
 from flower_ext.federation.messages.replies import LONGEST_REASON, read_message, read_metrics
 from flower_ext.federation.messages.upload_reply import Update
-from flower_ext.federation.storage.memory import OF_MASKED_SUM, ClientVault
+from flower_ext.federation.storage.memory import ClientVault
 from flower_ext.federation.sums.summation import (
     ClientSum,
     Opening,
@@ -77,6 +77,8 @@ log = getLogger("flwr")
 
 MASKED_SUM = records.SUM + "masked"
 """Name of the record of the server's messages."""
+OF_MASKED_SUM = "-sum"
+"""Ending of the methods' names in vaults with keys of masked sums."""
 BEGIN, KEYS, DELIVERY, UNMASK = "begin", "keys", "delivery", "question"
 SENT = "message"
 """Names of arrays. A message of a stage, and its answer, hold one array with the stage's name; a
