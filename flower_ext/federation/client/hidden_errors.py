@@ -33,11 +33,8 @@ R = TypeVar("R")
 
 _logged_places: WeakKeyDictionary[Any, set[tuple[str, int]]] = WeakKeyDictionary()
 """For each app or mod, the lines of code whose tracebacks are logged already."""
-HiddenErrors = Counter[tuple[str, int]]
-hidden_errors: HiddenErrors = Counter()
-"""Number of errors that this process has hidden, by the line of code that raised them.
-
-The server's process also counts the errors that its workers hid in the replies that it used."""
+hidden_errors: Counter[tuple[str, int]] = Counter()
+"""Number of errors that this process and its workers have hidden, by the line that raised them."""
 
 
 def failed(app: ClientApp | Mod, message: Message, context: Context, error: Exception) -> Message:

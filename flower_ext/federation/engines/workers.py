@@ -18,7 +18,7 @@ import os
 import pickle
 import signal
 import tempfile
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -31,7 +31,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flower_ext.checks import require_at_least_one
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.federation.client.app import reply_of
-from flower_ext.federation.client.hidden_errors import HiddenErrors, hidden_errors
+from flower_ext.federation.client.hidden_errors import hidden_errors
 from flower_ext.federation.messages.upload_reply import Update, UploadReply
 
 
@@ -93,23 +93,18 @@ class Workers:
         workers = iter(self._others)
         for message in messages:
             while id(message) not in replies:
-                arrived, hidden = self._replies_of(next(workers))
-                replies |= arrived
-                hidden_errors.update(hidden)
+                replies |= self._replies_of(next(workers))
             yield replies.pop(id(message))
 
-    def _replies_of(self, worker: _Worker) -> tuple[dict[int, Message], HiddenErrors]:
-        """Wait for a worker's replies to its last messages.
-
-        Return the replies by ``id(message)``, and the errors that the worker's clients hid.
-        """
+    def _replies_of(self, worker: _Worker) -> dict[int, Message]:
+        """Wait for a worker's replies to its last messages; return them by ``id(message)``."""
         messages, worker.unanswered = worker.unanswered, ()
         if not messages:
-            return {}, Counter()
+            return {}
         answers, stateful, hidden = worker.receive()
         self._homes |= dict.fromkeys(stateful, worker.number)
-        replies = {id(m): reply_of(m, answer) for m, answer in zip(messages, answers, strict=True)}
-        return replies, hidden
+        hidden_errors.update(hidden)
+        return {id(m): reply_of(m, answer) for m, answer in zip(messages, answers, strict=True)}
 
     def _divided(self, messages: Sequence[Message]) -> list[list[Message]]:
         """Divide messages among the processes, with about as much work for each.

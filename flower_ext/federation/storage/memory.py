@@ -41,9 +41,6 @@ _SECRETS_SECONDS = 24 * 60 * 60
 """Age in seconds at which a run's secrets are removed when another run begins. Younger secrets may
 belong to a run in progress, which stores its secrets anew in each round of the client."""
 
-Records = MutableMapping[str, Any]
-"""A client's records by name: the state of its context, or `FolderRecords`."""
-
 
 class FolderRecords(MutableMapping[str, ArrayRecord]):
     """Records in the files of a folder, in place of those in the state of a context.
@@ -134,7 +131,7 @@ class ClientMemory:
     def __init__(self, context: Context, method: str, run: str = "") -> None:
         folder = StateFolder.of(context) if run else None
         self._outlives_run = folder is not None
-        self._records: Records = context.state
+        self._records: MutableMapping[str, Any] = context.state
         self._prefix = f"flower_ext.{method}."
         if folder is not None:
             self._prefix = f"{safe_name(run)}/{method}-{partition_of(context.node_config)}/"
@@ -219,7 +216,7 @@ class ClientVault:
         self._context, self._name = context, f"{SECRETS}/{context.run_id}-{owner}-{method}{kind}"
 
     @cached_property
-    def _records(self) -> Records:
+    def _records(self) -> MutableMapping[str, Any]:
         folder = StateFolder.of(self._context)
         return self._context.state if folder is None else FolderSecrets(folder)
 
