@@ -159,9 +159,8 @@ def test_ray_simulation_equals_the_in_process_run(app, flower, tmp_path):
     """The other apps run on Ray below: with several clients a node, as silos, or upcycled."""
     flower.run(app, run_directory=tmp_path / "run", clients_per_node=1)
     same_run(RunDirectory.open(tmp_path / "run"), in_process(app, tmp_path / "reference"))
-    # Simulated clients keep their heads in the folder that the settings of the run name.
-    has_memory = any((tmp_path / "run" / "state").rglob("*.memory"))
-    assert has_memory is (app is DP2_FEDSAM)
+    # Simulated clients keep their heads in the folder that the run's settings name.
+    assert any((tmp_path / "run" / "state").rglob("*.memory"))
 
 
 @pytest.mark.timeout(1500)  # on SuperLink every message starts a process
