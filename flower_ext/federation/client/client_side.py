@@ -6,8 +6,8 @@ whenever all of them wait for a local training, these trainings form one batch
 other clients: not on their data, their errors or their presence.
 
 The names of the records in a question's message determine the kind of question: a question of the
-method, a step of a sum, or a question about the frozen part of the model. A message without such a
-record asks about the client's memory.
+method, a step of a sum, or a question about the frozen part of the model, the number of examples,
+or the client's memory.
 """
 
 from __future__ import annotations
@@ -128,8 +128,12 @@ class ClientSide:
             answer = self._answer_of_method(message, context)
         elif records.FROZEN in message.content:
             answer = self._confirmation_of_frozen(message, context)
+        elif records.SIZE in message.content:
+            answer = self._number_of_examples(context)
+        elif records.FORGET in message.content:
+            answer = self._confirmation_of_forgetting(message, context)
         else:
-            answer = self._memory_state(message, context)
+            answer = self._version_of_memory(message, context)
         return Message(RecordDict({records.ANSWER: answer}), reply_to=message)
 
     def _answer_of_method(self, message: Message, context: Context) -> ArrayRecord:
@@ -174,31 +178,30 @@ class ClientSide:
                 f"the frozen part of this node's model has the fingerprint {fingerprint!r}: "
                 f"expected {expected!r}; install the same base model on all nodes"
             )
-        return records.to_record({records.FROZEN: np.array(1, dtype=np.int64)})
+        return _number(records.FROZEN, 1)
 
-    def _memory_state(self, message: Message, context: Context) -> ArrayRecord:
-        """Return the training round in which this client last stored memory; 0 if it never did.
+    def _number_of_examples(self, context: Context) -> ArrayRecord:
+        """Return the number of training examples, as a reply to a training message reports it."""
+        policy = self.policy(context)
+        policy.require_secure_sum("the number of examples", in_sum=False)
+        data = policy.task(self.task).data(policy.partition)
+        return _number("num-examples", len(data.train))
 
-        The client loads the memory to make sure that it is readable. With ``report-size``, the
-        answer includes the number of training examples, as a reply to a training message does.
-        With ``forget``, the client deletes everything that it remembers of the named runs.
-        """
-        round_entries = message.content.config_records[records.ROUND]
-        if "forget" in round_entries:
-            self.policy(context).check_forgetting()
-            # A run of another study that is computing a masked sum misses the client in this sum.
-            runs: list[Any] = list(round_entries["forget"])  # type: ignore[arg-type]
-            forget_client(context, runs, vaults=OF_MASKED_SUM)
-            return records.to_record({"version": np.array(0, dtype=np.int64)})
-        before = int(round_entries["number"]) + 1  # type: ignore[arg-type]
-        memory = ClientMemory(context, self.method.name, str(round_entries["run"]))
-        numbers = {"version": memory.newest(before) if memory.load(before) is not None else 0}
-        if round_entries.get("report-size"):
-            policy = self.policy(context)
-            policy.require_secure_sum("the number of examples", in_sum=False)
-            data = policy.task(self.task).data(policy.partition)
-            numbers["num-examples"] = len(data.train)
-        return records.to_record({n: np.array(v, dtype=np.int64) for n, v in numbers.items()})
+    def _version_of_memory(self, message: Message, context: Context) -> ArrayRecord:
+        """Return the training round in which this client last stored memory; 0 if it never did."""
+        asked = message.content.config_records[records.MEMORY]
+        before = int(asked["number"]) + 1  # type: ignore[arg-type]
+        memory = ClientMemory(context, self.method.name, str(asked["run"]))
+        memory.load(before)  # raises an error if the memory is not readable
+        return _number("version", memory.newest(before))
+
+    def _confirmation_of_forgetting(self, message: Message, context: Context) -> ArrayRecord:
+        """Delete everything that this client remembers of the named runs, and confirm it."""
+        self.policy(context).check_forgetting()
+        # A run of another study that is computing a masked sum misses the client in this sum.
+        runs: Any = message.content.config_records[records.FORGET]["runs"]
+        forget_client(context, list(runs), vaults=OF_MASKED_SUM)
+        return _number(records.FORGET, 1)
 
     def policy(self, context: Context) -> NodePolicy:
         """Return what the node's owner permits; refuse a device that PyTorch does not know."""
@@ -209,6 +212,10 @@ class ClientSide:
     def task_of(self, context: Context) -> Task:
         """Return the task, on the device that the node's owner names."""
         return self.policy(context).task(self.task)
+
+
+def _number(name: str, value: int) -> ArrayRecord:
+    return records.to_record({name: np.array(value, dtype=np.int64)})
 
 
 def _data(task: Task, message: Message, partition: int) -> ClientData:

@@ -82,7 +82,7 @@ def _note_sizes(run: Run) -> None:
     if protection is not None and protection.num_examples is not None:
         sizes: Mapping[int, int] = dict.fromkeys(clients.nodes, protection.num_examples)
     else:
-        question = {records.ROUND: run.round_record(0, **{"report-size": True})}
+        question = {records.SIZE: ConfigRecord()}
         read_size = partial(read_count, name="num-examples")
         sizes = clients.ask_all(dict.fromkeys(clients.nodes, question), read_size)
     for partition, size in sizes.items():
@@ -123,7 +123,7 @@ def leave_out_withdrawn(run: Run) -> None:
     remembering = sorted((leaving - forgotten(entries)) & set(clients.nodes))
     if remembering and not clients.roster.foreign:
         runs = sorted({*runs_in(entries), run.checkpoints.run_id})
-        content = {records.ROUND: ConfigRecord({"forget": runs})}
+        content = {records.FORGET: ConfigRecord({"runs": runs})}
         answers = clients.ask(dict.fromkeys(remembering, content), 0, read_answer)
         note_forgotten(account, [partition for partition, _ in answers])
     clients.leave(leaving)
