@@ -58,6 +58,7 @@ _PROPER = Rule("a number in (0, 1)", lambda x: is_number(x) and 0 < x < 1)
 _COUNT = Rule("an integer >= 1", lambda x: is_integer(x) and x >= 1)
 _SEVERAL = Rule("an integer >= 2", lambda x: is_integer(x) and x >= 2)
 _COUNT_OR_ZERO = Rule("an integer >= 0", lambda x: is_integer(x) and x >= 0)
+_FLAG = Rule("true or false", lambda x: type(x) is bool)
 
 Positive = Annotated[float, _POSITIVE]
 Scale = Annotated[float, _SCALE]
@@ -72,6 +73,7 @@ ProperFraction = Annotated[float, _PROPER]
 Count = Annotated[int, _COUNT]
 Several = Annotated[int, _SEVERAL]
 CountOrZero = Annotated[int, _COUNT_OR_ZERO]
+Flag = Annotated[bool, _FLAG]
 
 require_positive = _POSITIVE.check
 require_scale = _SCALE.check

@@ -18,7 +18,7 @@ from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import FederatedStrategy, InProcessGrid, client_level_dp_mod
 from flower_ext.federation.messages import records
 from flower_ext.federation.messages.for_mods import FOR_MODS
-from flower_ext.federation.messages.protection import to_entries
+from flower_ext.federation.messages.round_entries import RoundEntries
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from tests.support.plans import release_plan
 from tests.support.travelling import Recorder
@@ -76,11 +76,11 @@ def ask(model, returned, protection=TIGHT, **facts) -> Message:
     app = foreign_app(lambda received, partition: returned)
     grid = InProcessGrid(app, num_clients=1)
     (node,) = grid.get_node_ids()
-    facts_of_round = {"number": 1, "seed": 0, **to_entries(protection, seeded_noise=False), **facts}
+    entries = RoundEntries(number=1, seed=0, protection=protection).to_record()
     content = {
         records.MODEL: ArrayRecord({n: Array(a) for n, a in model.items()}),
         records.CONFIG: ConfigRecord(
-            {f"{FOR_MODS}{name}": value for name, value in facts_of_round.items()}
+            {f"{FOR_MODS}{name}": value for name, value in {**entries, **facts}.items()}
         ),
     }
     message = Message(RecordDict(content), dst_node_id=node, message_type="train", group_id="1")

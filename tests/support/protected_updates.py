@@ -12,11 +12,8 @@ from flower_ext.data import ClientData, Examples
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.upload import protected
 from flower_ext.federation.messages import records
-from flower_ext.federation.messages.protection import (
-    Unprotected,
-    from_entries,
-    to_entries,
-)
+from flower_ext.federation.messages.protection import Unprotected
+from flower_ext.federation.messages.round_entries import RoundEntries
 from flower_ext.privacy import (
     FullParticipation,
     LocalObjective,
@@ -34,6 +31,8 @@ from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder
 
 CLIENTS = 3
+ROUND = {"number": 1, "seed": 0}
+"""The entries that every message of a round has."""
 DIMENSION = 2
 MU = 0.1
 EXACT = LocalTraining(tolerance=1e-10, proximal_weight=MU)
@@ -58,13 +57,27 @@ def facts_of(the_plan, cohort_size=4, *, seeded_noise=False, bounds_units=False)
         proximal_weight=MU,
     )
     mechanism = the_plan.mechanism(method) if isinstance(the_plan, ReleasePlan) else the_plan
-    return to_entries(mechanism.protection(run, cohort_size), seeded_noise=seeded_noise)
+    return facts_under(mechanism.protection(run, cohort_size), seeded_noise=seeded_noise)
+
+
+def facts_under(protection, *, seeded_noise=False):
+    """Return the entries of a message that ask clients for a protection."""
+    of_round = RoundEntries(
+        number=1, seed=0, protection=protection or Unprotected(), seeded_noise=seeded_noise
+    )
+    return {name: value for name, value in of_round.to_record().items() if name not in ROUND}
+
+
+def protection_in(facts):
+    """Return the protection for which the entries of a message ask."""
+    return RoundEntries.of({**ROUND, **facts}).protection
 
 
 def leaving(update, received, facts, *, context=None, allow_seeded_noise=False):
     """Return the upload of a client whose request has ``facts``."""
-    noise = NodePolicy(context, allow_seeded_noise).noise(facts, "client-noise")
-    return protected(update, received, from_entries(facts) or Unprotected(), noise)
+    of_round = RoundEntries.of({**ROUND, **facts})
+    noise = NodePolicy(context, allow_seeded_noise).noise(of_round, "client-noise")
+    return protected(update, received, of_round.protection, noise)
 
 
 def logistic_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -54,18 +54,18 @@ def assign(
 
     ``alone`` means that the node trains no other client at the same time.
     """
-    protection = request.protection
+    of_round, protection = request.round, request.round.protection
     with knowing_no_data():
         partition, noise = policy.partition, policy.admit(request, method)
         step_noise = _step_noise(method, protection, noise)
         client_sum = request.sum_type(request.sum_message, policy.context, method.name)
         client_sum.check(protection)
     # Batches of examples differ between clients and rounds, and are equal in a repeated round.
-    seed = derived_seed(request.seed, "client", request.kind, partition, request.training_round)
+    seed = derived_seed(of_round.seed, "client", request.kind, partition, of_round.number)
     data = checked_data(task, request, partition)
     context, keeps = policy.context, method.keeps_memory
-    store = ClientMemory(context, method.name, request.run) if keeps else None
-    run, draws = (request.run, context.run_id), draws_vault(context, method.name)
+    store = ClientMemory(context, method.name, of_round.run) if keeps else None
+    run, draws = (of_round.run, context.run_id), draws_vault(context, method.name)
     work = ClientWork(
         method=method,
         task=task,
@@ -76,21 +76,21 @@ def assign(
         settings=request.settings,
         config=request.config,
         protection=protection,
-        round=request.training_round,
-        seed=request.seed,
+        round=of_round.number,
+        seed=of_round.seed,
         memory=None if store is None else _load(store, method, request),
         generator=torch.Generator().manual_seed(seed),
         terms=objective_terms(request.received, len(data.train), protection, noise),
-        noise=policy.noise(request.entries, "training-noise"),
+        noise=policy.noise(of_round, "training-noise"),
         step_noise=step_noise,
         # Libraries may round differently if clients train in one batch, but no bit of an upload may
         # depend on the other clients.
         batch_invariant=not alone and protection.bounds_uploads,
-        hidden_sum=partial(client_sum.hidden_sum, request.training_round, request.received)
+        hidden_sum=partial(client_sum.hidden_sum, of_round.number, request.received)
         if isinstance(client_sum, WeightedSilo)
         else None,
         # Cached, because a silo repeats failed work without data, for the same users.
-        draw_users=cache(partial(draw_users, task, draws, run, request.training_round)),
+        draw_users=cache(partial(draw_users, task, draws, run, of_round.number)),
     )
     return Assignment(work=work, request=request, policy=policy, sum=client_sum, store=store)
 
@@ -102,18 +102,18 @@ def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientDa
     refuses a task whose training would change later trainings in the same process (see
     `why_state_is_shared`).
     """
-    may_hide = request.hides_missing_data
+    may_hide, protection = request.hides_missing_data, request.round.protection
     data = data_of(task, partition, hide_errors=may_hide)
-    if data is not NO_DATA and (withdrawn := request.entries.get("withdrawn")):
+    if data is not NO_DATA and (withdrawn := request.round.withdrawn):
         if not isinstance(data, SiloData):
             raise PreconditionFailed.tellable(
                 "data of the Task: expected SiloData, because users withdrew, and the field owners "
                 "of SiloData says which records to leave out"
             )
         data = data.without(withdrawn)
-    if data is NO_DATA or isinstance(request.protection, Unprotected):
+    if data is NO_DATA or isinstance(protection, Unprotected):
         return data
-    num_examples, agreed = len(data.train), request.protection.num_examples
+    num_examples, agreed = len(data.train), protection.num_examples
     if agreed is not None and num_examples != agreed:
         raise PreconditionFailed.tellable(
             f"this client has a different number of training examples than the plan's "
@@ -160,7 +160,7 @@ def _load(store: ClientMemory, method: ClientMethod, request: ClientRequest) -> 
     client stored in the request's own round.
     """
     # The last round whose reply from this client the server used; 0 if there is none.
-    used = request.entries.get("remembered")
+    used = request.round.remembered
     if method.memory is Memory.MIRRORED and request.kind == "train" and used is not None:
         store.forget(after=used)
         if (newest := store.newest()) < used:
@@ -171,7 +171,7 @@ def _load(store: ClientMemory, method: ClientMethod, request: ClientRequest) -> 
                 "name a state-folder in the node config, so that memory outlives the SuperNode"
             )
     # Mirrored memory is empty if no training of this client has succeeded yet.
-    return store.load(before=request.training_round + (request.kind == "evaluate")) or None
+    return store.load(before=request.round.number + (request.kind == "evaluate")) or None
 
 
 def _step_noise(

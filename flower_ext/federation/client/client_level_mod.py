@@ -54,8 +54,9 @@ from flower_ext.federation.messages.for_mods import (
     is_rehearsal,
 )
 from flower_ext.federation.messages.model_checks import refuse_half_precision
-from flower_ext.federation.messages.protection import KIND, check_entries
+from flower_ext.federation.messages.protection import KIND
 from flower_ext.federation.messages.replies import moved_by
+from flower_ext.federation.messages.round_entries import RoundEntries
 from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.federation.sums.masked import MaskedMember
 from flower_ext.federation.sums.summation import ClientSum
@@ -120,11 +121,12 @@ def _reply(
             answer = client_sum.answer(lambda: NO_DATA, may_simulate=False)
             record = records.bytes_record(sum_message.step, answer)
             return Message(RecordDict({records.ANSWER: record}), reply_to=message)
-        request, noise = _requested(message, context, sum_type, allow_seeded_noise)
-        client_sum.check(request.protection)
+        of_round, noise = _requested(message, context, sum_type, allow_seeded_noise)
+        protection = of_round.protection
+        client_sum.check(protection)
         received = records.to_arrays(message.content.array_records[records.MODEL])
         refuse_half_precision(received)
-    if isinstance(request.protection, ProtectedByServer):
+    if isinstance(protection, ProtectedByServer):
         return None
     still = _zeros(received)
     try:
@@ -134,19 +136,20 @@ def _reply(
     except Exception as error:  # a record may have caused any error
         log_hidden(error)
         update, norm = {name: still[name] for name in _floating(still)}, 0.0
-    released = {**still, **request.protection.released(update, noise)}
-    sent = client_sum.seal(released, request.protection)
-    metrics = {"update-norm": norm} if request.entries.get("diagnostics") else {}
+    released = {**still, **protection.released(update, noise)}
+    sent = client_sum.seal(released, protection)
+    metrics = {"update-norm": norm} if of_round.diagnostics else {}
     return Message(Update(sent, metrics).content(), reply_to=message)
 
 
 def _requested(
     message: Message, context: Context, sum_type: type[ClientSum], allow_seeded_noise: bool
-) -> tuple[ClientRequest, NoiseSource]:
-    """Return how a training message asks the mod to protect the upload, and the source of noise."""
+) -> tuple[RoundEntries, NoiseSource]:
+    """Return the round's entries, whose protection the mod can apply, and the source of noise."""
     check_addressee(message, context)
     entries = entries_for_mods(message)
-    protection = check_entries(entries) if entries else None
+    of_round = RoundEntries.of(entries) if entries else RoundEntries(number=1, seed=0)
+    protection = of_round.protection
     if not isinstance(protection, ClipAndNoise | ProtectedByServer) or protection.of_units:
         kind = entries.get(KIND, "none")
         raise InvalidValue(
@@ -156,8 +159,8 @@ def _requested(
             "strategy, another mod has removed the settings of the protection from the message: "
             "put client_level_dp_mod first in ClientApp(mods=...)"
         )
-    request = ClientRequest(protection=protection, entries=entries, sum_type=sum_type)
-    return request, NodePolicy(context, allow_seeded_noise).admit(request)
+    request = ClientRequest(round=of_round, sum_type=sum_type)
+    return of_round, NodePolicy(context, allow_seeded_noise).admit(request)
 
 
 def _without_entries(message: Message) -> Message:

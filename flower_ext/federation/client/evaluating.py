@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import getLogger
 
 import numpy as np
@@ -55,8 +55,8 @@ def _scores(work: ClientWork, model: Params, examples: Examples) -> dict[str, fl
 
 def evaluation_of(assignment: Assignment) -> Steps[RecordDict]:
     """Return the reply with a client's finite scores and its number of test examples."""
-    work, with_training = assignment.work, assignment.request.entries.get("training-loss")
-    scores = yield from scores_of(work, training=bool(with_training))
+    work, with_training = assignment.work, assignment.request.round.training_loss
+    scores = yield from scores_of(work, training=with_training)
     # A score may be undefined for these examples. The server would refuse a reply that contains it.
     finite = {n: v for n, v in scores.items() if abs(v) <= LARGEST_VALUE}
     if lacking := sorted(set(scores) - set(finite)):
@@ -105,7 +105,7 @@ def masked_vector(query: VectorQuery, assignment: Assignment) -> RecordDict:
     """Return a client's answer to a query: its vector, bounded, noised and masked."""
     vector = _vector(query, WorkView(assignment.work))
     request, policy = assignment.request, assignment.policy
-    protection = request.protection
+    protection = request.round.protection
     with knowing_no_data():
         policy.check(protection, protection.noise_multiplier)
         if protection.cell is None or not assignment.sum.is_secure:
@@ -113,8 +113,8 @@ def masked_vector(query: VectorQuery, assignment: Assignment) -> RecordDict:
                 "the server's message has a query without a secure sum, or without the protection "
                 "ClipToCells: expected both, as the server's FederatedStrategy sends them"
             )
-        entries = {**request.entries, "number": request.entries["query"]}
-        noise = policy.noise(entries, f"{OF_QUERY} {query.name}")
+        of_query = replace(request.round, number=request.round.query or 0)  # refuses 0
+        noise = policy.noise(of_query, f"{OF_QUERY} {query.name}")
     # `released` clips to the protection's norm, for which the noise is calibrated, and not to the
     # norm in the query.
     cells = protection.released({"vector": vector}, noise)

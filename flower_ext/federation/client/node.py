@@ -7,9 +7,8 @@ from the server.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from flwr.app import Context
@@ -18,7 +17,7 @@ from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation.client.client_method import ClientMethod
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.messages.addresses import PARTITION, partition_of
-from flower_ext.federation.messages.protection import SEEDED
+from flower_ext.federation.messages.round_entries import RoundEntries
 from flower_ext.privacy import NoiseSource, SecureNoise, SeededNoise
 from flower_ext.privacy.mechanisms.protections import ProtectedByTraining, Protection
 from flower_ext.training import Task
@@ -93,13 +92,14 @@ class NodePolicy:
     def admit(self, request: ClientRequest, method: ClientMethod | None = None) -> NoiseSource:
         """Refuse a request that the owner does not permit; return the upload's source of noise."""
         if request.kind == "train":
-            multiplier = request.protection.noise_multiplier
+            protection = request.round.protection
+            multiplier = protection.noise_multiplier
             # Only the method knows whether it trains by DP-SGD: a server could claim it of any.
-            if isinstance(request.protection, ProtectedByTraining) and method and method.dp_sgd:
+            if isinstance(protection, ProtectedByTraining) and method and method.dp_sgd:
                 multiplier = method.dp_sgd(request.settings).noise_multiplier
-            self.check(request.protection, multiplier)
+            self.check(protection, multiplier)
         self.require_secure_sum("an update or scores", in_sum=request.is_summed)
-        return self.noise(request.entries, OF_UPLOADS)
+        return self.noise(request.round, OF_UPLOADS)
 
     def check(self, protection: Protection, multiplier: float | None) -> None:
         """Refuse a protection whose noise ``multiplier`` is less than the node's owner requires.
@@ -136,12 +136,12 @@ class NodePolicy:
                 "keep-memory=true"
             )
 
-    def noise(self, entries: Mapping[str, Any], purpose: str) -> NoiseSource:
+    def noise(self, of_round: RoundEntries, purpose: str) -> NoiseSource:
         """Return secure noise, or seeded noise if the server asks and this client allows it.
 
         Seeded noise is independent for each ``purpose``.
         """
-        if not entries.get(SEEDED):
+        if not of_round.seeded_noise:
             return SecureNoise()
         if not self.may_simulate:
             raise _forbidden(
@@ -149,7 +149,7 @@ class NodePolicy:
                 "simulation, build the ClientApp by client_app(..., allow_seeded_noise=True); "
                 "elsewhere, set seeded_noise=False on the server"
             )
-        return SeededNoise(entries["seed"], purpose, self.partition, entries["number"])
+        return SeededNoise(of_round.seed, purpose, self.partition, of_round.number)
 
 
 def _forbidden(reason: str) -> PermissionError:

@@ -12,24 +12,20 @@ from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation.client.hidden_errors import attempt_each
 from flower_ext.federation.messages import records
 from flower_ext.federation.messages.addresses import check_addressee
-from flower_ext.federation.messages.protection import Unprotected, check_entries
+from flower_ext.federation.messages.round_entries import RoundEntries
 from flower_ext.federation.sums.summation import ClientSum, SumMessage
-from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.updates import check_like, require_finite
 from flower_ext.training import LocalTraining, Params, Task
 
 T = TypeVar("T")
-
-_IN_THE_CLEAR = ("report-size", "diagnostics", "training-loss")
-"""Entries that ask for numbers about the client's data without noise, in addition to the update."""
 
 
 @dataclass(kw_only=True)  # a frozen class takes six times as long to make
 class ClientRequest:
     """A request of the server, as read from its message.
 
-    It holds the model, other arrays, the phases of training, and the entries of the round. Its
-    protection and its sum say how the client's answer leaves the client.
+    It holds the model, other arrays, the phases of training, and the entries of the round. The
+    round's protection and the sum say how the client's answer leaves the client.
     """
 
     kind: str = "train"
@@ -38,9 +34,7 @@ class ClientRequest:
     state: Mapping[str, Params] = field(default_factory=dict)
     settings: Mapping[str, float] = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)
-    protection: Protection = field(default_factory=Protection)
-    entries: Mapping[str, Any] = field(default_factory=lambda: {"number": 1, "seed": 0})
-    """Entries of the round's record, including the entries of the protection."""
+    round: RoundEntries = field(default_factory=lambda: RoundEntries(number=1, seed=0))
     sum_type: type[ClientSum] = ClientSum
     """The client's end of the round's sum."""
     sum_message: SumMessage = field(default_factory=SumMessage)
@@ -51,7 +45,8 @@ class ClientRequest:
     @property
     def is_summed(self) -> bool:
         """True if a secure sum hides the client's whole answer, and no number leaves beside it."""
-        if any(self.entries.get(name) for name in _IN_THE_CLEAR):
+        of_round = self.round
+        if of_round.report_size or of_round.diagnostics or of_round.training_loss:
             return False
         return self.sum_type.is_secure and (self.kind == "train" or bool(self.query))
 
@@ -60,22 +55,7 @@ class ClientRequest:
         """True if the client hides from the server that it could not load its data."""
         if self.kind == "evaluate":
             return bool(self.query)  # summed under noise
-        return self.protection.hides_missing_data
-
-    @property
-    def run(self) -> str:
-        """Name of the run, under which the client keeps memory; empty if the server sends none."""
-        return str(self.entries.get("run", ""))
-
-    @property
-    def training_round(self) -> int:
-        """Number of the training round."""
-        return int(self.entries["number"])
-
-    @property
-    def seed(self) -> int:
-        """Seed of the run; 0 if the run has none."""
-        return int(self.entries["seed"])
+        return self.round.protection.hides_missing_data
 
 
 def sum_of(
@@ -113,7 +93,7 @@ def read_each(
     """Return each client's request, or its error; read a record that messages share only once.
 
     A client has an error if the message is for another partition, an entry of the round is
-    malformed (see `check_entries`), or the model does not fit ``task`` or is not finite.
+    malformed (see `RoundEntries`), or the model does not fit ``task`` or is not finite.
     """
     requests: dict[int, ClientRequest] = {}
     params: dict[int, Params] = {}
@@ -162,11 +142,9 @@ def _request(
             + (f"; {', '.join(known_as)}: send it under that name only" if known_as else "")
         )
     configs = records.of_kind(content, ConfigRecord)
-    entries = dict(configs[records.ROUND])
     return ClientRequest(
         kind=message.metadata.message_type.partition(".")[0],
-        protection=check_entries(entries) or Unprotected(),
-        entries=entries,
+        round=RoundEntries.of(configs[records.ROUND]),
         received=arrays.pop(records.MODEL),
         state=_Named(arrays),
         sum_type=sum_type,

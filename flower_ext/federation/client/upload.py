@@ -130,7 +130,7 @@ def _protected(assignment: Assignment, result: LocalResult) -> tuple[Contributio
 
     def protect(result: LocalResult) -> tuple[Contribution, NamedArrays]:
         contribution = contribution_of(result, received, whole=protection.bounds_models)
-        noise = assignment.policy.noise(assignment.request.entries, OF_UPLOADS)
+        noise = assignment.policy.noise(assignment.request.round, OF_UPLOADS)
         return contribution, protected(contribution, received, protection, noise)
 
     # A difference of two finite models may overflow.
@@ -185,12 +185,12 @@ def protected(
 
 def _metrics(assignment: Assignment, contribution: Contribution) -> dict[str, float]:
     """Return the numbers that leave the client in addition to its update."""
-    work, entries = assignment.work, assignment.request.entries
+    work, of_round = assignment.work, assignment.request.round
     received, protection = work.received, work.protection
     metrics: dict[str, float] = {}
-    if entries.get("report-size"):
+    if of_round.report_size:
         metrics = {**_metrics_of_method(work), NUM_EXAMPLES: work.num_examples}
-    if entries.get("diagnostics"):
+    if of_round.diagnostics:
         # The distance by which the client would move the model, before clipping and noise.
         if isinstance(contribution, Mapping):
             whole = protection.bounds_models

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
 from flower_ext.errors import InvalidValue
@@ -24,6 +24,7 @@ from flower_ext.privacy.mechanisms.protections import (
 )
 
 
+@dataclass(frozen=True)
 class Unprotected(Protection):
     """No protection: the client sends its update unchanged, or an error if its training fails."""
 
@@ -48,21 +49,17 @@ _KINDS: Mapping[str, tuple[type[Protection], Mapping[str, Any]]] = {
     },
 }
 """The kinds of protection that a message may ask for: for each, its class and its fixed fields."""
-KIND, SEEDED = "protection", "seeded-noise"
-_OF_ROUNDS = {
-    *("run", "number", "seed", "diagnostics", "training-loss"),
-    *("report-size", "remembered", "query", "withdrawn"),
-}
-"""Entries of a round's record that do not belong to the protection."""
+KIND = "protection"
+"""Entry with the kind of the protection."""
 
 
-def to_entries(protection: Protection | None, *, seeded_noise: bool) -> dict[str, Any]:
+def to_entries(protection: Protection) -> dict[str, Any]:
     """Return the entries of a round's record that ask clients for a protection.
 
     Refuse a protection that no entries can describe, because clients would apply a different
     protection, or none.
     """
-    if protection is None:
+    if protection == Unprotected():
         return {}
     name = _kind_of(protection)
     if name is None:
@@ -70,30 +67,26 @@ def to_entries(protection: Protection | None, *, seeded_noise: bool) -> dict[str
             f"{type(protection).__name__}: no message can ask for this protection; add it to "
             f"_KINDS in {__name__}"
         )
-    # If the server adds the noise, the client need not know how it is drawn.
-    by_client = not isinstance(protection, ProtectedByServer)
-    entries: dict[str, Any] = {KIND: name, SEEDED: seeded_noise and by_client}
-    values = {entry: getattr(protection, part.name) for entry, part in _parts_of(name).items()}
-    return entries | {entry: value for entry, value in values.items() if value is not None}
+    fixed = {entry.replace("_", "-") for entry in _KINDS[name][1]}
+    parts = {n: value for n, value in entries_of(protection).items() if n not in fixed}
+    return {KIND: name, **parts}
 
 
-def from_entries(entries: Mapping[str, Any]) -> Protection | None:
+def from_entries(entries: Mapping[str, Any]) -> Protection:
     """Return the protection that a message's entries ask for, as `to_entries` wrote them.
 
     Refuse a protection that is incomplete or unknown, or whose numbers are out of range.
     """
     name = str(entries.get(KIND))
     parts = _parts_of(name) if name in _KINDS else {}
-    known = {KIND, SEEDED, *parts} if name in _KINDS else set()
-    if unknown := set(entries) - _OF_ROUNDS - known:
+    known = {KIND, *parts} if name in _KINDS else set()
+    if unknown := set(entries) - known:
         raise InvalidValue(
             f"the server's message has {sorted(unknown)}, which {KIND}={entries.get(KIND)!r} "
             "does not use: expected a known protection with only its own entries"
         )
     if name not in _KINDS:
-        return None
-    if type(entries.get(SEEDED)) is not bool:
-        raise TypeError(f"{SEEDED}={entries.get(SEEDED)!r}: expected true or false")
+        return Unprotected()
     numbers: dict[str, float] = {}
     for entry, part in parts.items():
         if entry in entries or part.default is MISSING:
@@ -114,17 +107,30 @@ def from_entries(entries: Mapping[str, Any]) -> Protection | None:
     return protection
 
 
-def check_entries(entries: Mapping[str, Any]) -> Protection | None:
-    """Check the entries of a round, and return the protection that they ask for."""
-    numbers = {"remembered": 0, **entries}  # only clients that may have to forget get this entry
-    for name, least in (("number", 1), ("seed", 0), ("remembered", 0)):
-        if type(numbers.get(name)) is not int or numbers[name] < least:
-            raise InvalidValue(f"{name}={numbers.get(name)!r}: expected an integer >= {least}")
-    if type(entries.get("run", "")) is not str:
-        raise TypeError(f"run={entries['run']!r} in the server's message: expected a string")
-    if any(type(user) is not int for user in entries.get("withdrawn", ())):
-        raise TypeError("withdrawn in the server's message: expected integers, the users' numbers")
-    return from_entries(entries)
+def fields_of(kind: Any) -> dict[str, Field[Any]]:
+    """Return the fields of a dataclass by the names of their entries in messages."""
+    return {part.name.replace("_", "-"): part for part in fields(kind)}
+
+
+def values_of(kind: Any, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a dataclass's fields by name, as entries give them.
+
+    A field without entry keeps its default. A field without entry and without default is None.
+    """
+    return {
+        part.name: entries.get(name)
+        for name, part in fields_of(kind).items()
+        if name in entries or part.default is MISSING
+    }
+
+
+def entries_of(value: Any) -> dict[str, Any]:
+    """Return the entries of a dataclass's fields, without fields that have their default."""
+    return {
+        name: entry
+        for name, part in fields_of(value).items()
+        if (entry := getattr(value, part.name)) != part.default
+    }
 
 
 def _kind_of(protection: Protection) -> str | None:

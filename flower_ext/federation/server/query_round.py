@@ -18,7 +18,6 @@ from flwr.app import ConfigRecord, Message
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.messages import records
 from flower_ext.federation.messages.exchange import Content, Requests
-from flower_ext.federation.messages.protection import to_entries
 from flower_ext.federation.messages.replies import read_scores
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.server.connection import leave_out_withdrawn
@@ -47,7 +46,7 @@ def use_records(run: Run) -> dict[str, ConfigRecord]:
     """Return the message records that, with the shared model, determine a client's own model."""
     last, trainings = max(1, run.participations.rounds), run.method.evaluation_training
     return {
-        records.ROUND: run.round_record(last, **{"training-loss": run.options.training_loss}),
+        records.ROUND: run.round_record(last, training_loss=run.options.training_loss),
         **records.training_records({phase: t.in_round(last) for phase, t in trainings.items()}),
     }
 
@@ -91,11 +90,10 @@ class QueryRound:
             self._round = None  # closed
             return []
         protection = self._mechanism.client_protection(self._mechanism.num_members)
-        entries = to_entries(protection, seeded_noise=run.options.seeded_noise)
         last = max(1, run.participations.rounds)
         shared = {
             **_evaluation_content(run, model, config),
-            records.ROUND: run.round_record(last, **entries, query=number),
+            records.ROUND: run.round_record(last, protection=protection, query=number),
             records.QUERY: ConfigRecord({"name": query.name, "fields": json.dumps(asdict(query))}),
         }
         return opened.ask(dict.fromkeys(opened.cohort.partitions, shared))

@@ -20,7 +20,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation.client.client_method import Memory
 from flower_ext.federation.messages import records
 from flower_ext.federation.messages.exchange import Content, Requests
-from flower_ext.federation.messages.protection import to_entries
+from flower_ext.federation.messages.protection import Unprotected
 from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.federation.method import Released
 from flower_ext.federation.method_state import State
@@ -247,9 +247,6 @@ class TrainingRound:
     ) -> Mapping[int, Content]:
         """Return the content of the message to each client; equal requests share one object."""
         run, method, training_round = self.run, self.run.method, self.training_round
-        demands = to_entries(protection, seeded_noise=run.options.seeded_noise)
-        if run.mechanism.tells_sizes:
-            demands = {"report-size": True, **demands}
         slow: Mapping[int, float] = {}  # for each straggler, the fraction of its work that it does
         if (stragglers := run.options.stragglers) is not None:
             rng = run.options.generator("stragglers", training_round)
@@ -265,9 +262,13 @@ class TrainingRound:
         @cache
         def content(progress: float | None, remembered: int | None) -> Content:
             done = {phase: shortened(training, progress) for phase, training in trainings.items()}
-            entries = demands if remembered is None else {**demands, "remembered": remembered}
-            of_round = {records.ROUND: run.round_record(training_round, **entries)}
-            return {**shared, **of_round, **records.training_records(done)}
+            of_round = run.round_record(
+                training_round,
+                protection=protection or Unprotected(),
+                report_size=run.mechanism.tells_sizes,
+                remembered=remembered,
+            )
+            return {**shared, records.ROUND: of_round, **records.training_records(done)}
 
         converted: dict[int, ArrayRecord] = {}
 

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord
 
-from flower_ext.checks import Checked, CountOrZero
+from flower_ext.checks import Checked, CountOrZero, Flag
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.messages import records
 from flower_ext.federation.messages.exchange import Clients
 from flower_ext.federation.messages.model_checks import shared_arrays
+from flower_ext.federation.messages.round_entries import RoundEntries
 from flower_ext.federation.method import Method
 from flower_ext.federation.method_state import State, groups_under, prefixed
 from flower_ext.federation.population import Population
@@ -60,10 +61,10 @@ class StrategyOptions(Checked):
     """Options of a `FederatedStrategy`; its docstring describes them."""
 
     seed: int | None
-    seeded_noise: bool
+    seeded_noise: Flag
     evaluate_every: CountOrZero
-    training_loss: bool
-    diagnostics: bool
+    training_loss: Flag
+    diagnostics: Flag
     stragglers: Stragglers | None
     timeout: float
     frozen: str
@@ -276,21 +277,23 @@ class Run:
         return self.noise_stream.at(training_round, like, fresh, repeats=self.repeats)
 
     def round_record(self, training_round: int, **more: Any) -> ConfigRecord:
-        """Return the record that tells clients the run and the round, with the entries ``more``."""
+        """Return the record that tells clients the run and the round, with the entries ``more``.
+
+        The entries are fields of `RoundEntries`.
+        """
         # Silos drop the records of users that withdrew: the server may not know which users are
         # drawn.
         withdrawn = sorted(self.withdrawn) if self.method.traits.num_silos else []
-        left = {"withdrawn": withdrawn} if withdrawn else {}
-        return ConfigRecord(
-            {
-                "run": self.checkpoints.run_id,
-                "number": training_round,
-                "seed": self.options.seed or 0,
-                "diagnostics": self.options.diagnostics,
-                **left,
-                **more,
-            }
+        entries = RoundEntries(
+            run=self.checkpoints.run_id,
+            number=training_round,
+            seed=self.options.seed or 0,
+            diagnostics=self.options.diagnostics,
+            withdrawn=withdrawn or (),
+            seeded_noise=self.options.seeded_noise,
+            **more,
         )
+        return entries.to_record()
 
     def note_size(self, partition: int, num_examples: int) -> None:
         """Keep the smallest num_examples of a client: a larger one would make ε too small."""

@@ -147,7 +147,7 @@ class Watch:
         """
         learns = partition < _LEARNERS
         if self.held is not None:
-            learns = self.held.shows_unit(request.protection)
+            learns = self.held.shows_unit(request.round.protection)
         if request.kind == TRAIN and request.hides_missing_data and not learns:
             return NO_DATA
         return load(task, request, partition)

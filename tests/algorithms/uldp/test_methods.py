@@ -20,6 +20,7 @@ from flower_ext.federation import FederatedStrategy, InProcessGrid, Sgd
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.messages import records
+from flower_ext.federation.messages.round_entries import RoundEntries
 from flower_ext.federation.server.run_guarantees import spent_by
 from flower_ext.privacy import (
     FullParticipation,
@@ -140,7 +141,8 @@ def test_a_silos_owner_sets_the_least_noise_of_its_dp_sgd(least, asked, takes_pa
 def test_a_claim_of_noised_training_is_refused_by_methods_without_it():
     node = Context(1, 1, {"least-noise-multiplier": 0.1}, RecordDict(), {})
     claim = ClientRequest(
-        protection=ProtectedByTraining(), settings={"dp-sgd.noise_multiplier": 5.0}
+        round=RoundEntries(number=1, seed=0, protection=ProtectedByTraining()),
+        settings={"dp-sgd.noise_multiplier": 5.0},
     )
     with pytest.raises(PermissionError, match="noise multiplier of 0 on this client"):
         NodePolicy(node, allow_seeded_noise=False).admit(claim, DPFedAvg.client)

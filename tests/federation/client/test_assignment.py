@@ -10,6 +10,7 @@ from torch import nn
 from flower_ext.errors import InvalidValue, is_tellable
 from flower_ext.federation.client.assignment import checked_data
 from flower_ext.federation.messages.protection import Unprotected
+from flower_ext.federation.messages.round_entries import RoundEntries
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from tests.support.worlds import CLASSES, FEATURES, task
 
@@ -28,9 +29,8 @@ class Remembering(nn.Linear):
 
 
 def data_under(protection, build):
-    request = SimpleNamespace(
-        hides_missing_data=True, protection=protection, entries={}, kind="train"
-    )
+    round_entries = RoundEntries(number=1, seed=0, protection=protection)
+    request = SimpleNamespace(hides_missing_data=True, round=round_entries, kind="train")
     return checked_data(replace(task(), model=build), request, 0)
 
 

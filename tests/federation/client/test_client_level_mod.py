@@ -11,6 +11,7 @@ from flwr.app import (
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import FederatedStrategy, FederationNotReady, client_level_dp_mod
 from flower_ext.federation.messages import records
+from flower_ext.federation.messages.protection import Unprotected
 from flower_ext.privacy import (
     OutputPerturbation,
 )
@@ -127,7 +128,7 @@ def test_the_norm_before_clipping_is_sent_if_diagnostics_are_requested():
     ("protection", "facts", "message"),
     [
         (OutputPerturbation(clipping_norm=1.0, noise_stddev=1.0), {}, "'OutputPerturbation'"),
-        (None, {}, "'none'"),
+        (Unprotected(), {}, "'none'"),
         (TIGHT, {"clipping-norm": -1.0}, "clipping-norm"),
         (TIGHT, {"noise-stddev": float("nan")}, "noise-stddev"),
         (TIGHT, {"noise-stddev": 0.0}, "noise-stddev"),

@@ -12,6 +12,7 @@ from flower_ext.federation.client.evaluating import masked_vector, query_of
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.messages.protection import Unprotected
+from flower_ext.federation.messages.round_entries import RoundEntries
 from flower_ext.federation.sums.masked import MaskedMember
 from flower_ext.federation.sums.summation import ClientSum
 from flower_ext.privacy import SecureScores
@@ -24,9 +25,8 @@ ONE_SCORE = {"noise_multiplier": 1.0, "bounds": [["accuracy", 0.0, 1.0]]}
 
 def request(name="scores", fields=ONE_SCORE, protection=SHARE, sum_type=ClientSum):
     query = {"name": name, "fields": fields if isinstance(fields, str) else json.dumps(fields)}
-    return ClientRequest(
-        query=query, protection=protection, sum_type=sum_type, entries={"query": 1}
-    )
+    round_entries = RoundEntries(number=1, seed=0, query=1, protection=protection)
+    return ClientRequest(query=query, round=round_entries, sum_type=sum_type)
 
 
 def test_a_query_is_what_the_server_asked():

@@ -15,13 +15,8 @@ from flower_ext.federation import FederatedStrategy, FederationNotReady, HiddenS
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.upload import contribution_of, protected
 from flower_ext.federation.messages import records
-from flower_ext.federation.messages.protection import (
-    _KINDS,
-    Unprotected,
-    check_entries,
-    from_entries,
-    to_entries,
-)
+from flower_ext.federation.messages.protection import _KINDS, Unprotected
+from flower_ext.federation.messages.round_entries import RoundEntries
 from flower_ext.federation.sums.summation import SumMessage
 from flower_ext.federation.sums.weighted import WEIGHTS
 from flower_ext.privacy import (
@@ -53,11 +48,13 @@ from tests.support.protected_updates import (
     OBJECTIVE,
     OUTPUT,
     facts_of,
+    facts_under,
     initial,
     leaving,
     of_training,
     plan,
     private_plan,
+    protection_in,
     run,
     task,
     trained,
@@ -170,14 +167,17 @@ def test_uploads_of_cohorts_of_any_size_lie_on_one_grid(kind):
         *({"number": 0}, {"number": 1.0}, {"seed": -1}, {"seed": None}, {"remembered": -1}),
         *({"run": 1}, {"clipping-norm": 0.0}, {"clipping-norm": math.inf}, {"noise-stddev": 0.0}),
         *({"seeded-noise": 1}, {"seeded-noise": "no"}, {"seeded-noise": None}),
+        *({"diagnostics": 1}, {"report-size": "yes"}, {"training-loss": 0}),
+        *({"query": 0}, {"withdrawn": 3}, {"withdrawn": [1.0]}),
     ],
 )
 def test_a_round_that_is_none_is_refused(wrong):
     facts = {**facts_of(private_plan()), "number": 1, "seed": 0}
-    check_entries(facts)
-    check_entries({**facts, "remembered": 0})
-    with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
-        check_entries({**facts, **wrong})
+    RoundEntries.of(facts)
+    RoundEntries.of({**facts, "remembered": 0})
+    name = next(iter(wrong)).replace("-", "[-_]")
+    with pytest.raises((TypeError, ValueError), match=f"^{name}="):
+        RoundEntries.of({**facts, **wrong})
 
 
 @pytest.mark.parametrize(
@@ -186,24 +186,24 @@ def test_a_round_that_is_none_is_refused(wrong):
 def test_a_protection_that_lacks_a_part_is_refused(left_out):
     facts = {**facts_of(private_plan()), "number": 1, "seed": 0}
     del facts[left_out]
-    with pytest.raises((TypeError, ValueError), match=f"a known protection|{left_out}=None"):
-        check_entries(facts)
+    with pytest.raises((TypeError, ValueError), match=f"{left_out}=None"):
+        RoundEntries.of(facts)
 
 
 def test_objective_perturbation_may_need_no_number_of_examples():
     settled = replace(KNOWN, proximal_weight=MU, distance_to_minimiser=1e-9)
     settled_facts = facts_of(plan(OBJECTIVE, objective=settled))
     facts = {**settled_facts, "number": 1, "seed": 0}
-    check_entries({**facts, "least-examples": 0})
+    RoundEntries.of({**facts, "least-examples": 0})
     with pytest.raises(ValueError, match="least-examples=-1"):
-        check_entries({**facts, "least-examples": -1})
+        RoundEntries.of({**facts, "least-examples": -1})
 
 
 def test_what_is_protected_is_known_from_the_facts():
-    assert from_entries(facts_of(private_plan())).bounds_uploads
-    assert from_entries(to_entries(ProtectedByServer(), seeded_noise=True)).bounds_uploads
-    assert from_entries({"number": 1, "seed": 0, "diagnostics": True}) is None
-    by_training = from_entries(to_entries(ProtectedByTraining(), seeded_noise=False))
+    assert protection_in(facts_of(private_plan())).bounds_uploads
+    assert protection_in(facts_under(ProtectedByServer(), seeded_noise=True)).bounds_uploads
+    assert protection_in({"diagnostics": True}) == Unprotected()
+    by_training = protection_in(facts_under(ProtectedByTraining()))
     for protection in (by_training, Unprotected()):
         assert not protection.bounds_uploads
 
@@ -222,7 +222,7 @@ PROTECTIONS = [
     ObjectivePerturbation(rate=2.0, least_examples=5),
     ProtectedByServer(),
     ProtectedByTraining(),
-    None,
+    Unprotected(),
 ]
 
 
@@ -230,13 +230,15 @@ def test_every_protection_of_the_package_is_among_those_that_arrive():
     def kinds(of):
         return {of} | {kind for subclass in of.__subclasses__() for kind in kinds(subclass)}
 
-    named = {type(protection) for protection in PROTECTIONS} - {type(None)}
+    named = {type(protection) for protection in PROTECTIONS}
     of_package = {kind for kind in kinds(Protection) if kind.__module__.startswith("flower_ext.")}
     public = {kind for kind in of_package if not kind.__name__.startswith("_")}
-    assert public - {Protection, Unprotected} == named
+    assert public - {Protection} == named
 
 
-@pytest.mark.parametrize("base", [ClipAndNoise, ProtectedByServer, ProtectedByTraining, Protection])
+@pytest.mark.parametrize(
+    "base", [ClipAndNoise, ProtectedByServer, ProtectedByTraining, Protection, Unprotected]
+)
 def test_a_protection_that_no_message_names_ends_the_run_at_once(base):
     class Unknown(base):
         pass
@@ -258,15 +260,60 @@ def test_a_protection_that_no_message_names_ends_the_run_at_once(base):
 
 
 @pytest.mark.parametrize("protection", PROTECTIONS)
-def test_a_protection_arrives_as_it_was_sent(protection):
-    facts = {"number": 1, "seed": 0, "report-size": True}
-    sent = ConfigRecord({**facts, **to_entries(protection, seeded_noise=False)})
-    assert check_entries(dict(sent)) == protection
+def test_entries_arrive_as_they_were_sent(protection):
+    few = RoundEntries(number=1, seed=0, protection=protection)
+    seeded = not isinstance(protection, ProtectedByServer | Unprotected)
+    all_entries = RoundEntries(
+        number=7,
+        seed=3,
+        run="r",
+        diagnostics=True,
+        report_size=True,
+        training_loss=True,
+        remembered=0,
+        query=2,
+        withdrawn=[4, 9],
+        protection=protection,
+        seeded_noise=seeded,
+    )
+    for entries in (few, all_entries):
+        assert RoundEntries.of(entries.to_record()) == entries
+
+
+def test_the_names_of_entries_are_those_that_clients_read():
+    entries = RoundEntries(
+        number=7,
+        seed=3,
+        run="r",
+        diagnostics=True,
+        report_size=True,
+        training_loss=True,
+        remembered=0,
+        query=2,
+        withdrawn=[4],
+        protection=OutputPerturbation(clipping_norm=1.0, noise_stddev=0.5),
+        seeded_noise=True,
+    )
+    assert dict(entries.to_record()) == {
+        "number": 7,
+        "seed": 3,
+        "run": "r",
+        "diagnostics": True,
+        "report-size": True,
+        "training-loss": True,
+        "remembered": 0,
+        "query": 2,
+        "withdrawn": [4],
+        "protection": "OutputPerturbation",
+        "clipping-norm": 1.0,
+        "noise-stddev": 0.5,
+        "seeded-noise": True,
+    }
 
 
 def test_every_kind_in_messages_is_the_kind_of_a_protection():
-    kinds = {to_entries(each, seeded_noise=False)["protection"] for each in PROTECTIONS if each}
-    assert kinds == set(_KINDS)
+    kinds = {facts_under(protection).get("protection") for protection in PROTECTIONS}
+    assert kinds - {None} == set(_KINDS)
 
 
 def test_a_protection_is_on_one_grid_only():
@@ -277,16 +324,16 @@ def test_a_protection_is_on_one_grid_only():
 @pytest.mark.parametrize("protection", PROTECTIONS[:8])
 def test_no_part_of_a_protection_stands_for_another(protection):
     """Without one of its parts, a protection is refused, unless that part is optional."""
-    facts = to_entries(protection, seeded_noise=False)
+    facts = facts_under(protection)
     for name in facts:
         rest = {other: value for other, value in facts.items() if other != name}
         if name in ("noise-grid", "num-examples"):
             without = replace(protection, **{name.replace("-", "_"): None})
-            assert from_entries(rest) == without
+            assert protection_in(rest) == without
         else:
-            missing = f"a known protection|without cell|{name.replace('-', '[-_]')}=None"
+            missing = f"without cell|{name.replace('-', '[-_]')}=None"
             with pytest.raises((TypeError, ValueError), match=missing):
-                from_entries(rest)
+                protection_in(rest)
 
 
 @pytest.mark.parametrize("grid", ["fine", 0.3, True, 1e-30])
@@ -336,7 +383,7 @@ SHARES = {
 @pytest.mark.parametrize("kind", SHARES)
 def test_the_owners_least_noise_is_the_clients_whatever_it_clips(kind):
     facts, share = SHARES[kind]
-    protection = from_entries(facts)
+    protection = protection_in(facts)
     exact = protection.noise_multiplier
     assert exact == pytest.approx(share)
     for least, takes_part in (
@@ -358,7 +405,7 @@ def test_an_owner_that_requires_noise_refuses_noise_without_a_number():
     known = plan(OBJECTIVE, objective=replace(KNOWN, proximal_weight=MU))
     incomparable = "asks for ObjectivePerturbation, whose noise has no multiplier: the owner"
     for facts, error in (({}, "noise multiplier of 0 on this"), (facts_of(known), incomparable)):
-        protection = from_entries(facts) or Unprotected()
+        protection = protection_in(facts)
         for least in (1e-9, math.nan):
             owned = Context(1, 1, {"least-noise-multiplier": least}, RecordDict(), {})
             with pytest.raises(PermissionError, match=error):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from flwr.app import ConfigRecord
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederationNotReady, InProcessGrid
@@ -106,7 +107,9 @@ def test_no_upload_leaves_in_the_clear(placement):
 def test_no_number_leaves_beside_a_masked_upload(entry):
     strategy = strategy_of()
     real = strategy.run.round_record
-    strategy.run.round_record = lambda *args, **entries: real(*args, **entries, **{entry: True})
+    strategy.run.round_record = lambda *args, **entries: ConfigRecord(
+        {**real(*args, **entries), entry: True}
+    )
     assert "set require-secure-sum=true" in refusals_of(strategy, [SUM_ONLY] * CLIENTS)
 
 
