@@ -104,8 +104,8 @@ def test_noise_of_zero_is_refused_by_the_plan_and_by_the_client():
     received = {"weight": torch.zeros(1, DIMENSION).double()}
     facts = facts_of(plan())
     for changes, message in (
-        ({"noise-stddev": 0.0}, "noise-stddev=0.0"),
-        ({"clipping-norm": -1.0}, "clipping-norm=-1.0"),
+        ({"noise-stddev": 0.0}, "noise_stddev=0.0"),
+        ({"clipping-norm": -1.0}, "clipping_norm=-1.0"),
     ):
         with pytest.raises(ValueError, match=message):
             leaving(received, received, ConfigRecord({**facts, **changes}))
@@ -114,5 +114,5 @@ def test_noise_of_zero_is_refused_by_the_plan_and_by_the_client():
 def test_a_fact_that_is_no_number_is_refused_by_name():
     received = {"weight": torch.zeros(1, DIMENSION).double()}
     facts = facts_of(plan())
-    with pytest.raises(TypeError, match="noise-stddev='much'.*expected a number"):
+    with pytest.raises(ValueError, match="noise_stddev='much'.*expected a number"):
         leaving(received, received, ConfigRecord({**facts, "noise-stddev": "much"}))

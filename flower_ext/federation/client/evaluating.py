@@ -110,8 +110,8 @@ def masked_vector(query: VectorQuery, assignment: Assignment) -> RecordDict:
         policy.check(protection, protection.noise_multiplier)
         if protection.cell is None or not assignment.sum.is_secure:
             raise InvalidValue.tellable(
-                "the server's message has a query without a secure sum, or without the protection "
-                "ClipToCells: expected both, as the server's FederatedStrategy sends them"
+                "the server's message has a query without a secure sum, or without a protection "
+                "with a cell: expected both, as the server's FederatedStrategy sends them"
             )
         of_query = replace(request.round, number=request.round.query or 0)  # refuses 0
         noise = policy.noise(of_query, f"{OF_QUERY} {query.name}")

@@ -102,15 +102,18 @@ class RoundEntries(Checked):
 
         Raises
         ------
-        TypeError, InvalidValue
+        InvalidValue
             An entry is missing, malformed or unknown. The protection lacks an entry, or has an
             entry of another protection.
         """
-        if (KIND in record) != (SEEDED in record):
-            raise InvalidValue(
-                f"{SEEDED}={record.get(SEEDED)!r} with {KIND}={record.get(KIND)!r} in the server's "
-                "message: expected both entries or neither"
-            )
         of_round = fields_of(cls).keys() - {KIND}
         asked = {name: value for name, value in record.items() if name not in of_round}
-        return cls(**{**values_of(cls, record), KIND: from_entries(asked)})
+        try:
+            if (KIND in record) != (SEEDED in record):
+                raise InvalidValue(
+                    f"{SEEDED}={record.get(SEEDED)!r} with {KIND}={record.get(KIND)!r}: expected "
+                    "both entries or neither"
+                )
+            return cls(**{**values_of(cls, record), KIND: from_entries(asked)})
+        except InvalidValue as error:
+            raise InvalidValue(f"in the server's message: {error}") from None

@@ -238,8 +238,9 @@ class MaskedMember(ClientSum):
         """Refuse a protection that makes no whole numbers: masks hide whole numbers only."""
         if protection.cell is None:
             raise InvalidValue.tellable(
-                f"the server's message has {MASKED_SUM!r} with {type(protection).__name__}: "
-                "expected the protection ClipToCells, as the server's FederatedStrategy sends it"
+                f"the server's message has {MASKED_SUM!r} with {type(protection).__name__} "
+                "without a cell: expected ClipAndNoise with a cell, as the server's "
+                "FederatedStrategy sends it"
             )
 
     def answer(self, data: Callable[[], ClientData], *, may_simulate: bool) -> bytes:

@@ -1,7 +1,7 @@
 """Protections that a client applies to its upload before sending it: one class per mechanism.
 
 An object holds the mechanism's parameters and applies the mechanism to arrays of any library.
-`federation.protection` writes the parameters into messages. The local training applies the
+`federation.messages.protection` writes the parameters into messages. The local training applies the
 protections that act during training.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flower_ext.checks import Checked, Scale
+from flower_ext.checks import Checked, Count, CountOrZero, Flag, Positive, Scale
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.adaptive_clipping import rows_with_sides, with_side
 from flower_ext.privacy.mechanisms.bounds import BoundedSum, UnitSum, clip, sum_clipped_rows
@@ -86,11 +86,11 @@ class Protection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Noised(Protection):
+class _Noised(Checked, Protection):
     """Clip the upload, or the part of each privacy unit, and add Gaussian noise to the upload."""
 
-    clipping_norm: float
-    noise_stddev: float
+    clipping_norm: Positive
+    noise_stddev: Positive
 
     @property
     def noise_multiplier(self) -> float:
@@ -128,17 +128,18 @@ class ClipAndNoise(_Noised):
     Raises
     ------
     InvalidValue
-        Only one of ``adaptive_norm`` and ``side_weight`` is given, or both of ``cell`` and
-        ``noise_grid`` are given.
+        A number is not above 0, only one of ``adaptive_norm`` and ``side_weight`` is given, or both
+        of ``cell`` and ``noise_grid`` are given.
     """
 
-    cell: float | None = None
-    of_units: bool = False
-    noise_grid: float | None = None
-    adaptive_norm: float | None = None
-    side_weight: float | None = None
+    cell: Positive | None = None
+    of_units: Flag = False
+    noise_grid: Positive | None = None
+    adaptive_norm: Positive | None = None
+    side_weight: Positive | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, other in (("adaptive_norm", "side_weight"), ("side_weight", "adaptive_norm")):
             if getattr(self, name) is None and getattr(self, other) is not None:
                 raise InvalidValue(f"{name}=None: expected a number, because {other} needs it")
@@ -193,7 +194,7 @@ class ClipAndNoise(_Noised):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputPerturbation(Checked, _Noised):
+class OutputPerturbation(_Noised):
     """Clip the whole local model to norm τ and add N(0, σ² I).
 
     Parameters
@@ -209,7 +210,7 @@ class OutputPerturbation(Checked, _Noised):
     bounds_models = True
     clipping_norm: Scale
     noise_stddev: Scale
-    num_examples: int | None = None
+    num_examples: Count | None = None
 
     def __str__(self) -> str:
         return (
@@ -225,7 +226,7 @@ class OutputPerturbation(Checked, _Noised):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipSteps(Protection):
+class ClipSteps(Checked, Protection):
     """In every local step, clip each record's gradient and add noise; at the end, clip the model.
 
     Parameters
@@ -242,10 +243,10 @@ class ClipSteps(Protection):
 
     bounds_models = True
     hides_failures = False  # the steps add the noise, so a model without training carries none
-    clipping_norm: float
-    gradient_clipping_norm: float
-    noise_stddev: float
-    num_examples: int | None = None
+    clipping_norm: Positive
+    gradient_clipping_norm: Positive
+    noise_stddev: Positive
+    num_examples: Count | None = None
 
     @property
     def noise_multiplier(self) -> float:
@@ -276,7 +277,7 @@ class ObjectivePerturbation(Checked, Protection):
     hides_failures = False  # as for `ClipSteps`
     noise_multiplier = None
     rate: Scale
-    least_examples: int = 0
+    least_examples: CountOrZero = 0
 
     def __str__(self) -> str:
         return f"objective perturbation: rate {self.rate:g}"

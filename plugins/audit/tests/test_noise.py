@@ -416,7 +416,7 @@ def test_masked_scores_have_their_noise_on_each_number(monkeypatch):
 
 def test_noise_in_the_objective_has_no_direction():
     params = {name: value for name, value in INITIAL.items() if name in TESTED}
-    protection = ObjectivePerturbation(rate=2.0, least_examples=0.0)
+    protection = ObjectivePerturbation(rate=2.0, least_examples=0)
     draws = [objective_terms(params, 1, protection, SecureNoise()) for _ in range(8)]
     arrays = [{name: part.numpy() for name, part in one.direction.items()} for (one,) in draws]
     check_independence(arrays)

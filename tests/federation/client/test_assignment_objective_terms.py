@@ -10,7 +10,7 @@ from flower_ext.privacy import ObjectivePerturbation, SecureNoise, SeededNoise
 
 
 def term_of(params, rate, noise=None):
-    protection = ObjectivePerturbation(rate=rate, least_examples=0.0)
+    protection = ObjectivePerturbation(rate=rate, least_examples=0)
     (term,) = objective_terms(params, 1, protection, noise or SecureNoise())
     return term
 

@@ -129,9 +129,9 @@ def test_the_norm_before_clipping_is_sent_if_diagnostics_are_requested():
     [
         (OutputPerturbation(clipping_norm=1.0, noise_stddev=1.0), {}, "'OutputPerturbation'"),
         (Unprotected(), {}, "'none'"),
-        (TIGHT, {"clipping-norm": -1.0}, "clipping-norm"),
-        (TIGHT, {"noise-stddev": float("nan")}, "noise-stddev"),
-        (TIGHT, {"noise-stddev": 0.0}, "noise-stddev"),
+        (TIGHT, {"clipping-norm": -1.0}, "clipping_norm"),
+        (TIGHT, {"noise-stddev": float("nan")}, "noise_stddev"),
+        (TIGHT, {"noise-stddev": 0.0}, "noise_stddev"),
         (TIGHT, {"number": 0}, "number"),
         (TIGHT, {"another": 1.0}, "a known protection"),
     ],

@@ -78,6 +78,6 @@ def test_no_vector_leaves_without_noise_in_cells_and_a_secure_sum():
     unprotected = request(protection=Unprotected(), sum_type=MaskedMember)
     for question in (request(), unprotected):
         with pytest.raises(
-            InvalidValue, match="a query without a secure sum, or without the protection"
+            InvalidValue, match="a query without a secure sum, or without a protection"
         ):
             answer(question)

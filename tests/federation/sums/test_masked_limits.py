@@ -113,6 +113,15 @@ def test_no_number_leaves_beside_a_masked_upload(entry):
     assert "set require-secure-sum=true" in refusals_of(strategy, [SUM_ONLY] * CLIENTS)
 
 
+def test_no_upload_without_cells_leaves_in_a_masked_sum():
+    strategy = strategy_of()
+    real = strategy.run.round_record
+    strategy.run.round_record = lambda *args, **entries: ConfigRecord(
+        {name: value for name, value in real(*args, **entries).items() if name != "cell"}
+    )
+    assert "without a cell: expected" in refusals_of(strategy, [{}] * CLIENTS)
+
+
 def test_scores_leave_in_secure_sums_alone():
     strategy = strategy_of(evaluate_every=1)
     _, refusals = run(strategy, [SUM_ONLY] * CLIENTS)

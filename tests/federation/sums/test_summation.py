@@ -35,7 +35,7 @@ def test_in_a_plain_sum_an_update_leaves_as_it_is():
     [
         (ClientSum, CELLS, "a share of a sum's noise without a secure sum"),
         (MaskedMember, CELLS, "this client has no keys of the round"),
-        (MaskedMember, Protection(), "expected the protection ClipToCells"),
+        (MaskedMember, Protection(), "expected ClipAndNoise with a cell"),
     ],
 )
 def test_a_share_of_the_noise_leaves_masked_or_not_at_all(end, protection, error):
