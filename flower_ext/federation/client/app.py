@@ -63,45 +63,17 @@ class CohortApp(ClientApp):
         If a client raises an error, `failed` makes an error reply. Its text reveals nothing about
         the client's data.
         """
-        if is_packed(message.metadata.message_type):
-            answer = partial(answer_packed, answer=partial(answer_all, self))
-            return _answered(self, message, context, answer)
-        return _answered(self, message, context, self._answer_alone)
-
-    def _answer_alone(self, message: Message, context: Context) -> Message:
         kind = message.metadata.message_type
-        if not private.has_function_for(self, kind):
-            raise InvalidValue.tellable(
+        answer: Callable[[Message, Context], Message] = super().__call__
+        if is_packed(kind):
+            answer = partial(answer_packed, answer=partial(answer_all, self))
+        elif not private.has_function_for(self, kind):
+            reason = (
                 f"this ClientApp does not answer messages of type {kind!r}: build it by "
                 "client_app with the method that the server runs"
             )
-        return super().__call__(message, context)
-
-    def answer(
-        self, messages: Sequence[Message], contexts: Sequence[Context], *, memory_limit: int
-    ) -> list[Message]:
-        """Return replies in the order of ``messages``.
-
-        All messages have the same type, which is a key of ``cohort_answers``.
-        """
-        before = [context.state.copy() if context.state else RecordDict() for context in contexts]
-        answer = self.cohort_answers[messages[0].metadata.message_type]
-        contents: Sequence[Answer]
-        try:
-            with isolated():
-                contents = answer(messages, contexts, memory_limit=memory_limit)
-        except Exception as error:  # an error in an object that clients share, such as the task
-            contents = [error] * len(messages)
-        replies = []
-        for message, context, state, content in zip(
-            messages, contexts, before, contents, strict=True
-        ):
-            if isinstance(content, Exception):
-                context.state = state
-                replies.append(failed(self, message, context, content))
-            else:
-                replies.append(reply_of(message, content))
-        return replies
+            return failed(self, message, context, InvalidValue.tellable(reason))
+        return _reply_or_error(self, message, context, answer)
 
 
 def client_app(
@@ -147,15 +119,15 @@ def client_app(
         return [identity(context.node_config) for context in contexts]
 
     app.cohort_answers[IDENTITY] = identities
-    app.query("identity")(partial(_answer_alone, identities))
+    app.query("identity")(partial(_reply_alone, identities))
     for method in methods:
         side = app.sides[method.name] = ClientSide(
             method, task, allow_seeded_noise, named_queries, named_sums
         )
         app.cohort_answers[f"train.{method.name}"] = side.train
         app.cohort_answers[f"evaluate.{method.name}"] = side.score
-        app.train(method.name)(partial(_answer_alone, partial(side.train, alone=True)))
-        app.evaluate(method.name)(partial(_answer_alone, side.score))
+        app.train(method.name)(partial(_reply_alone, partial(side.train, alone=True)))
+        app.evaluate(method.name)(partial(_reply_alone, side.score))
         app.query(method.name)(side.answer)
     return app
 
@@ -173,17 +145,20 @@ def _by_name(base: type[object], kinds: Sequence[type[K]]) -> dict[str, type[K]]
     return by_name
 
 
-def _answer_alone(
-    answer_each: Callable[..., Sequence[Answer]], message: Message, context: Context
+def _reply_alone(
+    answer_cohort: Callable[..., Sequence[Answer]], message: Message, context: Context
 ) -> Message:
-    (answer,) = answer_each([message], [context])
+    """Return the reply of a client that is alone in its cohort, or raise its error."""
+    (answer,) = answer_cohort([message], [context])
     if isinstance(answer, Exception):
         raise answer
     return Message(answer.content() if isinstance(answer, Update) else answer, reply_to=message)
 
 
-def reply_of(message: Message, answer: Error | RecordDict | Update) -> Message:
+def reply_of(message: Message, answer: Error | RecordDict | Update | Message) -> Message:
     """Return the reply to a message of this process, without serialising the answer."""
+    if isinstance(answer, Message):
+        return answer
     if isinstance(answer, Error):
         return Message(answer, reply_to=message)
     if isinstance(answer, Update):
@@ -210,11 +185,12 @@ def answer_all(
         and kinds <= set(app.cohort_answers)
         and len({id(context) for context in contexts}) == len(contexts)
     ):
-        return app.answer(messages, contexts, memory_limit=memory_limit)
-    return [_answer(app, *pair) for pair in zip(messages, contexts, strict=True)]
+        answer = partial(app.cohort_answers[kinds.pop()], memory_limit=memory_limit)
+        return _replies_or_errors(app, messages, contexts, answer)
+    return [_reply_of_app(app, *pair) for pair in zip(messages, contexts, strict=True)]
 
 
-def _answer(app: ClientApp, message: Message, context: Context) -> Message:
+def _reply_of_app(app: ClientApp, message: Message, context: Context) -> Message:
     is_ours = isinstance(app, CohortApp)
     if not is_ours and not private.has_function_for(app, message.metadata.message_type):
         # Another project's app: the server is finding out whether the app uses this package.
@@ -222,24 +198,45 @@ def _answer(app: ClientApp, message: Message, context: Context) -> Message:
         return Message(unknown, reply_to=message)
     # Messages may share their records, and another project's app may write into what it gets.
     message.content = message.content.copy() if is_ours else deepcopy(message.content)
-    return _answered(app, message, context, app)
+    return _reply_or_error(app, message, context, app)
 
 
-def _answered(
+def _reply_or_error(
     app: ClientApp,
     message: Message,
     context: Context,
     answer: Callable[[Message, Context], Message],
 ) -> Message:
-    before = context.state.copy()
-    try:
-        with isolated():
-            reply = answer(message, context)
+    def answer_cohort_of_one(*_: object) -> list[Message]:
+        reply = answer(message, context)
         if not isinstance(reply, Message) or not isinstance(context.state, RecordDict):
             raise TypeError(
                 "the ClientApp must return a Message, and leave a RecordDict in context.state"
             )
-        return reply
-    except Exception as error:  # whatever a ClientApp raises becomes an error reply
-        context.state = before
-        return failed(app, message, context, error)
+        return [reply]
+
+    (reply,) = _replies_or_errors(app, [message], [context], answer_cohort_of_one)
+    return reply
+
+
+def _replies_or_errors(
+    app: ClientApp,
+    messages: Sequence[Message],
+    contexts: Sequence[Context],
+    answer_cohort: Callable[..., Sequence[Answer | Message]],
+) -> list[Message]:
+    before = [context.state.copy() if context.state else RecordDict() for context in contexts]
+    answers: Sequence[Answer | Message]
+    try:
+        with isolated():
+            answers = answer_cohort(messages, contexts)
+    except Exception as error:  # of a foreign app, or of an object that clients share
+        answers = [error] * len(messages)
+    replies = []
+    for message, context, state, answer in zip(messages, contexts, before, answers, strict=True):
+        if isinstance(answer, Exception):
+            context.state = state
+            replies.append(failed(app, message, context, answer))
+        else:
+            replies.append(reply_of(message, answer))
+    return replies
