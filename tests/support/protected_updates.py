@@ -12,7 +12,6 @@ from flower_ext.data import ClientData, Examples
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.upload import protected
 from flower_ext.federation.messages import records
-from flower_ext.federation.messages.protection import Unprotected
 from flower_ext.federation.messages.round_entries import RoundEntries
 from flower_ext.privacy import (
     FullParticipation,
@@ -23,6 +22,7 @@ from flower_ext.privacy import (
     ReleasePlan,
 )
 from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.mechanisms.protections import Unprotected
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.training import LocalTraining, Task
 from tests.support.jobs import train_one

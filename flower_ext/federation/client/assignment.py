@@ -14,13 +14,17 @@ from flower_ext.federation.client.hidden_errors import hide_errors, log_once
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.client.user_draws import draw_users, draws_vault
-from flower_ext.federation.messages.protection import Unprotected
 from flower_ext.federation.storage.memory import ClientMemory
 from flower_ext.federation.sums.summation import ClientSum
 from flower_ext.federation.sums.weighted_silo import WeightedSilo
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.guarantee import PreconditionFailed
-from flower_ext.privacy.mechanisms.protections import ClipSteps, ObjectivePerturbation, Protection
+from flower_ext.privacy.mechanisms.protections import (
+    ClipSteps,
+    ObjectivePerturbation,
+    Protection,
+    Unprotected,
+)
 from flower_ext.privacy.randomness import derived_seed
 from flower_ext.training import Linear, Params, StepNoise, Task, train
 from flower_ext.training.isolation import isolated

@@ -54,9 +54,8 @@ from flower_ext.federation.messages.for_mods import (
     is_rehearsal,
 )
 from flower_ext.federation.messages.model_checks import refuse_half_precision
-from flower_ext.federation.messages.protection import KIND
 from flower_ext.federation.messages.replies import moved_by
-from flower_ext.federation.messages.round_entries import RoundEntries
+from flower_ext.federation.messages.round_entries import KIND, RoundEntries
 from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.federation.sums.masked import MaskedMember
 from flower_ext.federation.sums.summation import ClientSum

@@ -7,25 +7,38 @@ they are among the settings for this package's mods (see `for_mods`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Annotated, Any
 
 from flwr.app import ConfigRecord
 
 from flower_ext.checks import Checked, Count, CountOrZero, Flag, Rule
 from flower_ext.errors import InvalidValue
-from flower_ext.federation.messages.protection import (
-    KIND,
+from flower_ext.privacy.mechanisms.protections import (
+    ClipAndNoise,
+    ClipSteps,
+    ObjectivePerturbation,
+    OutputPerturbation,
+    ProtectedByServer,
+    ProtectedByTraining,
+    Protection,
     Unprotected,
-    entries_of,
-    fields_of,
-    from_entries,
-    to_entries,
-    values_of,
 )
-from flower_ext.privacy.mechanisms.protections import ProtectedByServer, Protection
 
-SEEDED = "seeded-noise"
+KIND, SEEDED = "protection", "seeded-noise"
+_KINDS: Mapping[str, type[Protection]] = {
+    kind.__name__: kind
+    for kind in (
+        ClipAndNoise,
+        OutputPerturbation,
+        ClipSteps,
+        ObjectivePerturbation,
+        ProtectedByTraining,
+        ProtectedByServer,
+        Unprotected,
+    )
+}
+"""The kinds of protection that a message may ask for."""
 _NAME = Rule("a string", lambda value: type(value) is str)
 _USERS = Rule(
     "integers, the users' numbers",
@@ -38,7 +51,7 @@ class RoundEntries(Checked):
     """Entries of a round, among them the entries of its protection.
 
     An entry has the name of its field, with hyphens. A message leaves out entries that have their
-    default.
+    default. It names the class of the protection, which checks the entries of its own fields.
 
     Parameters
     ----------
@@ -87,13 +100,18 @@ class RoundEntries(Checked):
         Raise a TypeError for a protection that no entries can describe, because clients would apply
         a different protection, or none.
         """
-        entries = {**entries_of(self), **to_entries(self.protection)}
-        if KIND in entries:
-            # If the server adds the noise, the client need not know how it is drawn.
-            by_client = not isinstance(self.protection, ProtectedByServer)
-            entries[SEEDED] = self.seeded_noise and by_client
-        else:
+        kind, entries = type(self.protection), _entries_of(self)
+        if kind not in _KINDS.values():
+            raise TypeError(
+                f"{kind.__name__}: no message can ask for this protection; add it to _KINDS in "
+                f"{__name__}"
+            )
+        if kind is Unprotected:
             entries.pop(SEEDED, None)
+        else:
+            entries |= {KIND: kind.__name__, **_entries_of(self.protection)}
+            # If the server adds the noise, the client need not know how it is drawn.
+            entries[SEEDED] = self.seeded_noise and kind is not ProtectedByServer
         return ConfigRecord(entries)
 
     @classmethod
@@ -106,14 +124,48 @@ class RoundEntries(Checked):
             An entry is missing, malformed or unknown. The protection lacks an entry, or has an
             entry of another protection.
         """
-        of_round = fields_of(cls).keys() - {KIND}
-        asked = {name: value for name, value in record.items() if name not in of_round}
+        name = str(record.get(KIND, Unprotected.__name__))
         try:
             if (KIND in record) != (SEEDED in record):
                 raise InvalidValue(
                     f"{SEEDED}={record.get(SEEDED)!r} with {KIND}={record.get(KIND)!r}: expected "
                     "both entries or neither"
                 )
-            return cls(**{**values_of(cls, record), KIND: from_entries(asked)})
+            if name not in _KINDS:
+                raise InvalidValue(f"{KIND}={name!r}: expected one of {sorted(_KINDS)}")
+            kind = _KINDS[name]
+            if unknown := set(record) - {*_fields_of(cls), *_fields_of(kind)}:
+                raise InvalidValue(
+                    f"{sorted(unknown)} with {KIND}={name!r}: expected only entries of a round and "
+                    "of this protection"
+                )
+            protection = kind(**_values_of(kind, record))
+            return cls(**{**_values_of(cls, record), KIND: protection})
         except InvalidValue as error:
             raise InvalidValue(f"in the server's message: {error}") from None
+
+
+def _fields_of(kind: Any) -> dict[str, Field[Any]]:
+    """Return the fields of a dataclass by the names of their entries."""
+    return {part.name.replace("_", "-"): part for part in fields(kind)}
+
+
+def _values_of(kind: Any, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a dataclass's fields by name.
+
+    A field without entry keeps its default. A field without entry and without default is None.
+    """
+    return {
+        part.name: record.get(name)
+        for name, part in _fields_of(kind).items()
+        if name in record or part.default is MISSING
+    }
+
+
+def _entries_of(value: Any) -> dict[str, Any]:
+    """Return the entries of a dataclass's fields, without fields that have their default."""
+    return {
+        name: entry
+        for name, part in _fields_of(value).items()
+        if (entry := getattr(value, part.name)) != part.default
+    }

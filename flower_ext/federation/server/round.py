@@ -20,7 +20,6 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation.client.client_method import Memory
 from flower_ext.federation.messages import records
 from flower_ext.federation.messages.exchange import Content, Requests
-from flower_ext.federation.messages.protection import Unprotected
 from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.federation.method import Released
 from flower_ext.federation.method_state import State
@@ -36,7 +35,7 @@ from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.privacy import secure_generator
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.mechanisms.noised_sum import QuerySum
-from flower_ext.privacy.mechanisms.protections import Protection
+from flower_ext.privacy.mechanisms.protections import Protection, Unprotected
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded
 from flower_ext.privacy.mechanisms.updates import require_finite
 

@@ -277,10 +277,7 @@ class Run:
         return self.noise_stream.at(training_round, like, fresh, repeats=self.repeats)
 
     def round_record(self, training_round: int, **more: Any) -> ConfigRecord:
-        """Return the record that tells clients the run and the round, with the entries ``more``.
-
-        The entries are fields of `RoundEntries`.
-        """
+        """Return the record of a round for clients; ``more`` are fields of `RoundEntries`."""
         # Silos drop the records of users that withdrew: the server may not know which users are
         # drawn.
         withdrawn = sorted(self.withdrawn) if self.method.traits.num_silos else []

@@ -1,8 +1,8 @@
 """Protections that a client applies to its upload before sending it: one class per mechanism.
 
-An object holds the mechanism's parameters and applies the mechanism to arrays of any library.
-`federation.messages.protection` writes the parameters into messages. The local training applies the
-protections that act during training.
+An object holds the mechanism's parameters and applies the mechanism to arrays of any library. The
+module `federation.messages.round_entries` writes the parameters into messages. The local training
+applies the protections that act during training.
 """
 
 from __future__ import annotations
@@ -305,6 +305,14 @@ def _unfit_bound(bound: str, expected: str) -> InvalidValue:
 
 Perturbation = OutputPerturbation | ObjectivePerturbation
 """A perturbation of a client's trained model, or of the objective of its training."""
+
+
+@dataclass(frozen=True)
+class Unprotected(Protection):
+    """Send the update unchanged, or an error if the training fails."""
+
+    bounds_uploads = False
+    hides_failures = False
 
 
 @dataclass(frozen=True)

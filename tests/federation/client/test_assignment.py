@@ -9,9 +9,8 @@ from torch import nn
 
 from flower_ext.errors import InvalidValue, is_tellable
 from flower_ext.federation.client.assignment import checked_data
-from flower_ext.federation.messages.protection import Unprotected
 from flower_ext.federation.messages.round_entries import RoundEntries
-from flower_ext.privacy.mechanisms.protections import ClipAndNoise
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise, Unprotected
 from tests.support.worlds import CLASSES, FEATURES, task
 
 

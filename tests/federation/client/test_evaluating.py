@@ -11,12 +11,11 @@ from flower_ext.federation.client.assignment import NO_DATA, Assignment
 from flower_ext.federation.client.evaluating import masked_vector, query_of
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.requests import ClientRequest
-from flower_ext.federation.messages.protection import Unprotected
 from flower_ext.federation.messages.round_entries import RoundEntries
 from flower_ext.federation.sums.masked import MaskedMember
 from flower_ext.federation.sums.summation import ClientSum
 from flower_ext.privacy import SecureScores
-from flower_ext.privacy.mechanisms.protections import ClipAndNoise
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise, Unprotected
 
 SHARE = ClipAndNoise(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16)
 KINDS = {"scores": SecureScores}

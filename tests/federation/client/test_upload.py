@@ -13,12 +13,12 @@ from flower_ext.federation.client.assignment import NO_DATA
 from flower_ext.federation.client.client_method import LocalResult
 from flower_ext.federation.client.hidden_errors import hidden_errors, log_hidden
 from flower_ext.federation.client.upload import check_finite, result_hiding_failures
-from flower_ext.federation.messages.protection import Unprotected
 from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.privacy.mechanisms.protections import (
     ClipAndNoise,
     ClipSteps,
     Protection,
+    Unprotected,
 )
 from tests.support.worlds import client_data
 

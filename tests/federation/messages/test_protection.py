@@ -15,8 +15,7 @@ from flower_ext.federation import FederatedStrategy, FederationNotReady, HiddenS
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.upload import contribution_of, protected
 from flower_ext.federation.messages import records
-from flower_ext.federation.messages.protection import _KINDS, Unprotected
-from flower_ext.federation.messages.round_entries import RoundEntries
+from flower_ext.federation.messages.round_entries import _KINDS, RoundEntries
 from flower_ext.federation.sums.summation import SumMessage
 from flower_ext.federation.sums.weighted import WEIGHTS
 from flower_ext.privacy import (
@@ -37,6 +36,7 @@ from flower_ext.privacy.mechanisms.protections import (
     ProtectedByServer,
     ProtectedByTraining,
     Protection,
+    Unprotected,
 )
 from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
 from tests.support.protected_updates import (
@@ -312,8 +312,8 @@ def test_the_names_of_entries_are_those_that_clients_read():
 
 
 def test_every_kind_in_messages_is_the_kind_of_a_protection():
-    kinds = {facts_under(protection).get("protection") for protection in PROTECTIONS}
-    assert kinds - {None} == set(_KINDS)
+    kinds = {facts_under(each).get("protection", "Unprotected") for each in PROTECTIONS}
+    assert kinds == set(_KINDS)
 
 
 def test_a_protection_is_on_one_grid_only():
