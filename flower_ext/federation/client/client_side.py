@@ -37,6 +37,7 @@ from flower_ext.federation.client.upload import upload_of
 from flower_ext.federation.client.user_draws import draw_fingerprint, draws_vault
 from flower_ext.federation.messages import records
 from flower_ext.federation.messages.addresses import check_addressee
+from flower_ext.federation.messages.round_entries import RoundEntries
 from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.federation.storage.memory import ClientMemory, forget_client
 from flower_ext.federation.sums.masked import OF_MASKED_SUM
@@ -189,11 +190,10 @@ class ClientSide:
 
     def _version_of_memory(self, message: Message, context: Context) -> ArrayRecord:
         """Return the training round in which this client last stored memory; 0 if it never did."""
-        asked = message.content.config_records[records.MEMORY]
-        before = int(asked["number"]) + 1  # type: ignore[arg-type]
-        memory = ClientMemory(context, self.method.name, str(asked["run"]))
-        memory.load(before)  # raises an error if the memory is not readable
-        return _number("version", memory.newest(before))
+        of_round = RoundEntries.of(message.content.config_records[records.ROUND])
+        memory = ClientMemory(context, self.method.name, of_round.run)
+        memory.load(of_round.number + 1)  # raises an error if the memory is not readable
+        return _number("version", memory.newest(of_round.number + 1))
 
     def _confirmation_of_forgetting(self, message: Message, context: Context) -> ArrayRecord:
         """Delete everything that this client remembers of the named runs, and confirm it."""

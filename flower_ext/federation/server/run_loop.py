@@ -269,8 +269,8 @@ class RunLoop:
     def _check_memory(self) -> None:
         """Refuse to continue if a client has lost the memory that it had at the checkpoint."""
         run, needed = self.run, self.run.remembered
-        known = ConfigRecord({"run": run.checkpoints.run_id, "number": run.participations.rounds})
-        everyone = {partition: {records.MEMORY: known} for partition in run.clients.nodes}
+        known = run.round_record(max(1, run.participations.rounds))
+        everyone = {partition: {records.ROUND: known} for partition in run.clients.nodes}
         versions = run.clients.ask_all(everyone, partial(read_count, name="version"))
         lost = [p for p, version in sorted(versions.items()) if version < needed.get(p, 0)]
         if lost:
