@@ -208,6 +208,11 @@ def test_what_is_protected_is_known_from_the_facts():
         assert not protection.bounds_uploads
 
 
+def test_clients_that_add_no_noise_are_asked_for_no_seeded_noise():
+    assert facts_under(ProtectedByServer(), seeded_noise=True)["seeded-noise"] is False
+    assert facts_under(Unprotected(), seeded_noise=True) == {}
+
+
 SIDED = {"clipping_norm": 1.0, "noise_stddev": 0.5, "adaptive_norm": 0.8, "side_weight": 0.3}
 PROTECTIONS = [
     ClipAndNoise(clipping_norm=1.0, noise_stddev=0.5, noise_grid=2.0**-20),
