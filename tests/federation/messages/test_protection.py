@@ -181,6 +181,20 @@ def test_a_round_that_is_none_is_refused(wrong):
 
 
 @pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"protection": "another"}, "protection='another': expected one of"),
+        ({"noise": 1.0}, r"\['noise'\] with protection='ClipAndNoise'"),
+        ({"rate": 1.0}, r"\['rate'\] with protection='ClipAndNoise'"),  # of another protection
+    ],
+)
+def test_a_round_with_an_unknown_entry_is_refused(wrong, error):
+    facts = {**facts_of(private_plan()), "number": 1, "seed": 0}
+    with pytest.raises(ValueError, match=f"server's message: {error}"):
+        RoundEntries.of({**facts, **wrong})
+
+
+@pytest.mark.parametrize(
     "left_out", ["protection", "clipping-norm", "noise-stddev", "seeded-noise"]
 )
 def test_a_protection_that_lacks_a_part_is_refused(left_out):
