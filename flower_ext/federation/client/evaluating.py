@@ -113,7 +113,7 @@ def masked_vector(query: VectorQuery, assignment: Assignment) -> RecordDict:
                 "the server's message has a query without a secure sum, or without a protection "
                 "with a cell: expected both, as the server's FederatedStrategy sends them"
             )
-        # `RoundEntries` refuses the number 0, which stands for a message without the query's number.
+        # `RoundEntries` refuses the number 0, which stands for a message without this entry.
         of_query = replace(request.round, number=request.round.query or 0)
         noise = policy.noise(of_query, f"{OF_QUERY} {query.name}")
     # `released` clips to the protection's norm, for which the noise is calibrated, and not to the

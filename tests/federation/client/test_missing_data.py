@@ -1,6 +1,7 @@
 """The server cannot tell a client that fails to load its data from any other client."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from flwr.app import ArrayRecord, MetricRecord
@@ -9,7 +10,7 @@ from flwr.serverapp.strategy import FedAdam
 from flower_ext import algorithms
 from flower_ext.algorithms import DPFedAvg, FedDyn, Scaffold
 from flower_ext.federation import FederatedStrategy
-from flower_ext.federation.messages.protection import _KINDS, KIND, to_entries
+from flower_ext.federation.messages.round_entries import _KINDS
 from flower_ext.federation.server.run_guarantees import summary_of
 from flower_ext.privacy import (
     AdaptiveClipping,
@@ -22,6 +23,7 @@ from flower_ext.privacy import (
     SecureScores,
     SecureSum,
 )
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.training import LocalTraining
 from tests.support.failing import FAILING, failing_task
 from tests.support.grids import grid as grid_of
@@ -162,8 +164,11 @@ def test_the_cases_have_every_protection_that_hides_missing_data():
         run = strategy_of(name, plan).run
         protection = run.mechanism.protection(summary_of(run), CLIENTS)
         assert protection.hides_missing_data
-        protections.add(to_entries(protection, seeded_noise=False)[KIND])
-    assert protections == {name for name, (kind, _) in _KINDS.items() if kind.hides_failures}
+        protections.add((type(protection), protection.of_units, protection.cell is not None))
+    hiding = {(kind, False, False) for kind in _KINDS.values() if kind.hides_failures}
+    assert protections == hiding | {
+        (ClipAndNoise, *case) for case in product((False, True), repeat=2)
+    }
 
 
 class Raising(FedDyn):
