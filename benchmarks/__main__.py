@@ -3,8 +3,6 @@
 Without a name, list the experiments. ``python -m benchmarks NAME --help`` lists one's options.
 """
 
-from __future__ import annotations
-
 import ast
 import runpy
 import sys

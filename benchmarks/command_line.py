@@ -1,7 +1,5 @@
 """Command lines of the experiments: options, settings of an app, and changes to a scale."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ the accuracy of every run. Finished runs in the output folder are kept. On CIFAR
 a linear head on a pretrained network's features, which are computed once, in a quarter of an hour.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import product
 

@@ -10,8 +10,6 @@ run-config value of the app can be overridden as ``name=value``. Finished runs i
 are kept, so an interrupted table continues.
 """
 
-from __future__ import annotations
-
 from benchmarks.command_line import experiment_parser, parse_overrides
 from benchmarks.runs import APPS, Config, Experiment, preset_settings
 from flower_ext.runs import write_comparison

@@ -15,8 +15,6 @@ parts in this process take some ten minutes. Each part is written down as it end
 is 1 if a part failed or a promise was broken, and the last line names these parts.
 """
 
-from __future__ import annotations
-
 import logging
 import platform
 import sys

@@ -8,8 +8,6 @@ output folder. Learning rates and clipping norms come from ``--search``, on a se
 leaves out. Finished runs in the output folder are kept, so an interrupted table continues.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 

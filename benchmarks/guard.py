@@ -6,8 +6,6 @@ The Runtime API is Flower's, on loopback. Apps run in namespaces, as at a site. 
 wall time and, for the guard, also processor time, which a busy machine does not lengthen.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from pathlib import Path

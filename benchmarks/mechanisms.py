@@ -7,8 +7,6 @@ accuracy, the norm of the last round, and the processor time and largest memory 
 Finished runs in the output folder are kept, with what was measured.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

@@ -7,8 +7,6 @@ four centres, in which every row is a person. Of Creditcard, 5,000 rows are deal
 and five silos at random. All statistics of a data set are released together.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path

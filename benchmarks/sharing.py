@@ -9,8 +9,6 @@ cells in the output folder are kept, and cells that need more images than there 
 ``--dataset digits`` needs no data folder, but its images suffice for a few small cells only.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import statistics

@@ -8,8 +8,6 @@ largest memory are printed. The query asks for a mean, a variance, a histogram a
 patients at ε = 1 beside the exact curve.
 """
 
-from __future__ import annotations
-
 import csv
 import logging
 import os

@@ -4,8 +4,6 @@ A dataclass that inherits from `Checked` checks its fields of types such as `Pos
 made. For other values, there is a function such as `require_positive`.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Sequence

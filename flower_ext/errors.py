@@ -5,8 +5,6 @@ therefore stays in the client's own process, unless the code that raises the err
 `tellable`. Only a check that reads no client's data may mark its error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self, TypeVar

@@ -1,7 +1,5 @@
 """Write whole files that only their user can read, cache and lock files, and read TOML."""
 
-from __future__ import annotations
-
 import csv
 import fcntl
 import hashlib

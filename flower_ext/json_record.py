@@ -1,7 +1,5 @@
 """Dataclasses as JSON: agreements between parties, entries of accounts, and states of a run."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

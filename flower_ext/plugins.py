@@ -5,8 +5,6 @@ cannot be loaded is left out with a warning, and the package works without it. T
 plug-ins, set ``FLOWER_EXT_PLUGINS=none`` in the environment.
 """
 
-from __future__ import annotations
-
 import os
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points

@@ -19,8 +19,6 @@ The published derivation drops the bias of clipping. It also gives the error of 
 although that error is of the order q² for any η_φ (`docs/proved/dp2-fedsam.md` lists the errors).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

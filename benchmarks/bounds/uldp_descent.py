@@ -19,8 +19,6 @@ a sum does not telescope, and a local gradient is not independent of the noise o
 `docs/proved/uldp.md` puts them right.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -19,8 +19,6 @@ terms. If μ <= 1 and L <= 1, the printed constants are merely cautious; otherwi
 descent that does not happen: see `docs/proved/upcycled.md`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -16,8 +16,6 @@ Any other run-config value of the app can be overridden as ``name=value``. Finis
 output folder are kept.
 """
 
-from __future__ import annotations
-
 from benchmarks.command_line import changed_scale, experiment_parser, parse_overrides
 from benchmarks.ditto.experiment import DEFAULT, FULL, SETTINGS, WORLDS
 from benchmarks.ditto.figures import FIGURES

@@ -3,8 +3,6 @@
 The package finds T* by comparing h(T) for every T and needs neither. Figure 2 draws the line.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Shared parts of DP-Ditto's figures: worlds, scales and the paper's settings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Figures 2 to 7 of DP-Ditto and its planner, each a function that returns a Markdown table."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 

@@ -8,8 +8,6 @@ lists the tests of each module. ``equivalent.toml`` lists faults that no test ca
 reasons; entries whose line has changed since are reported.
 """
 
-from __future__ import annotations
-
 import random
 
 from scipy import stats

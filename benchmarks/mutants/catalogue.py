@@ -1,7 +1,5 @@
 """The catalogue of planted faults: modules, the tests of each, and faults that no test can find."""
 
-from __future__ import annotations
-
 import difflib
 import tomllib
 from collections.abc import Iterable, Iterator

@@ -4,8 +4,6 @@ They change comparisons, arithmetic, logic, numbers, conditions and whole statem
 change a text or a message, which no test should pin, nor an annotation, which does nothing.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass

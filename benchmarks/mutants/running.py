@@ -1,7 +1,5 @@
 """Run the tests of a module with a fault planted in it, in a copy of the project."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import os

@@ -8,8 +8,6 @@ Rows are in ``benchmarks/results``. A page of ``docs`` has a table between the l
 ``<!-- results NAME -->`` and ``<!-- end -->``.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from benchmarks.command_line import command_parser

@@ -1,7 +1,5 @@
 """Pages of the documentation, and the tables of results in them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

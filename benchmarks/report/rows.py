@@ -4,8 +4,6 @@
 a CSV file into their output folder, and `copy_files` copies it.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 import shutil

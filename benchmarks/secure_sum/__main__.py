@@ -7,8 +7,6 @@ processor seconds; a client's time excludes its training. ``--clients 100`` take
 instead of the default of 10 clients.
 """
 
-from __future__ import annotations
-
 import logging
 from itertools import product, starmap
 

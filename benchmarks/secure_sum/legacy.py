@@ -4,8 +4,6 @@
 The clients take the four steps of `secaggplus_mod`, and the server those of `SecAggPlusWorkflow`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass

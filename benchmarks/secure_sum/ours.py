@@ -1,7 +1,5 @@
 """Whole rounds of `flower_ext.secure.aggregation` in one process."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ then name its Python by ``--pfl pfl/bin/python``.
 The tables are those of ``docs/speed.md``, for one processor.
 """
 
-from __future__ import annotations
-
 import platform
 import subprocess
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Run contenders in turn, each in its own process: time of a round, and peak memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -10,8 +10,6 @@ fastest of all its steps counts. Memory is by how much the process grew meanwhil
 the accelerator's memory; the largest of all turns counts.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """Flower's own FedAvg (with its own central DP wrapper) on Ray, around a plain PyTorch client."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

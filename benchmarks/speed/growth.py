@@ -1,7 +1,5 @@
 """Growth of a round's cost with registered clients, cohort and parameters."""
 
-from __future__ import annotations
-
 from benchmarks.speed.contest import by_turns, contenders
 from benchmarks.speed.workload import Workload
 from flower_ext.runs.page import table

@@ -8,8 +8,6 @@ The tiny base model is that of ``apps/private-lm``. The large one has the size o
 random weights and bfloat16.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from copy import deepcopy

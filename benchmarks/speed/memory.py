@@ -6,8 +6,6 @@ Each point is a process: one round in which every client's update is clipped and
 server noises the sum.
 """
 
-from __future__ import annotations
-
 import sys
 
 from benchmarks.command_line import command_parser

@@ -6,8 +6,6 @@ In one process, clients train together (vectorised) or one after the other (loop
 client is a node, or four nodes hold all clients (ray-nodes).
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -5,8 +5,6 @@ packages.
 """
 
 # mypy: ignore-errors
-from __future__ import annotations
-
 import random
 
 import torch

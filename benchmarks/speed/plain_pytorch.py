@@ -1,7 +1,5 @@
 """A plain PyTorch loop over clients, parameters in place; no framework at all."""
 
-from __future__ import annotations
-
 import random
 
 import torch

@@ -1,7 +1,5 @@
 """One round of DPFedAvg with synthetic updates: clipped, added, and noised by the server."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -1,7 +1,5 @@
 """Small transformers that classify texts of 64 words, or continue texts of 64 bytes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -18,8 +18,6 @@ measured over two runs, the loop by hand has all its data there before the clock
 are 1,000 clients, or 128 clients of ResNet-18 with GroupNorm and images of 3×32×32.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Run several ways of the same work in turn, and keep the best measurement of each."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 This module imports only PyTorch, so that contenders in other environments can share it.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

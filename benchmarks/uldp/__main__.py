@@ -10,8 +10,6 @@ The experiment ``weighting-figures`` makes Figures 11 and 12. Figure 13 is in th
 the app.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from benchmarks.command_line import changed_scale, experiment_parser

@@ -1,7 +1,5 @@
 """The ε of all panels of Figures 4 to 7, which nothing needs to be trained for."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import chain
 from pathlib import Path

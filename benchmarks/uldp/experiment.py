@@ -1,7 +1,5 @@
 """Methods, settings, scales and the search that the figures of Uldp-FL share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

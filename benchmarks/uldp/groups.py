@@ -1,7 +1,5 @@
 """Figure 2: ε of record-level DP for a group of k records, by four bounds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from benchmarks.runs import Experiment

@@ -1,7 +1,5 @@
 """The data sets of Uldp-FL's figures, and the panels that the paper shows of each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Metrics of models on data of which nearly all records are of one class."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path

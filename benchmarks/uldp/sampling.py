@@ -1,7 +1,5 @@
 """Figure 10: utility and ε with sampled users."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from benchmarks.report.rows import rows_of

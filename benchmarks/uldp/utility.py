@@ -1,7 +1,5 @@
 """Figures 4 to 7: utility and ε by round, for every method on four data sets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from benchmarks.runs import (

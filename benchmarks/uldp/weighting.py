@@ -1,7 +1,5 @@
 """Figure 8: gain of weights by records over equal ones, by number of silos and distribution."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from benchmarks.report.rows import Row, rows_of

@@ -10,8 +10,6 @@ the synthetic devices are generated, with 10 classes. Finished runs in the outpu
 so an interrupted benchmark continues.
 """
 
-from __future__ import annotations
-
 import argparse
 
 from benchmarks.command_line import changed_scale, experiment_parser

@@ -1,7 +1,5 @@
 """Shared parts of Upcycled-FL's tables and figures: methods, scales, and the grid search."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

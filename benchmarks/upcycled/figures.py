@@ -9,8 +9,6 @@ memory: only then is the provable ε better than with the 2τ of any clipped mod
 presets of both figures instead, and a τ for each of the two pairs of ε̄ that the paper prints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from benchmarks.runs import Config, Experiment, mean_and_std, preset_settings

@@ -1,7 +1,5 @@
 """Tables 1 and 3: accuracy, plain against upcycled, for equal work of the clients."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Table 5: training time, plain against upcycled, one after the other in one process."""
 
-from __future__ import annotations
-
 import statistics
 import time
 

@@ -1,7 +1,5 @@
 """The dialogue of private weighting between parties of one process, and its processor time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

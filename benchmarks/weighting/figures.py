@@ -8,8 +8,6 @@ two rounds in one process. Figure 12: 3 silos, with 20 users and 16 to 10,000 pa
 larger models. The benchmark takes some minutes; seconds are of the processor, on one thread.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

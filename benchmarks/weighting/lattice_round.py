@@ -1,7 +1,5 @@
 """One run of private weighting over ring-LWE in one process, and its cost for each party."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping

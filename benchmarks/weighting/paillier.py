@@ -9,8 +9,6 @@ are timed, and the rest is extrapolated. The default takes some minutes, with 10
 Seconds are of the processor, which other jobs on the machine disturb less.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 from dataclasses import dataclass, replace

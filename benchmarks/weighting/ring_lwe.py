@@ -13,8 +13,6 @@ epoch lasts until other users are drawn; its columns are the costs of the server
   many; 20,000 take a quarter of an hour.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import platform

@@ -9,8 +9,6 @@ run-config value of the app can be overridden as ``name=value``. For times betwe
 run the app on a SuperLink; its ``metrics.jsonl`` has the same columns.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from safetensors.numpy import load_file
 

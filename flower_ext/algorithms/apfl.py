@@ -22,8 +22,6 @@ differs from the paper: there v_i moves by the gradient at v_i, and the mixture 
 each round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial

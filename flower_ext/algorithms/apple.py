@@ -20,8 +20,6 @@ client uses its memory, not the server's copy. Under a `RecordLevelPlan` the cli
 model after clipping and with noise; p_i and the personal model never leave the client.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace

@@ -18,8 +18,6 @@ paper's P-FedSAM, and `Centaur` is FedRep (Collins, Hassani, Mokhtari, Shakkotta
 Shared Representations for Personalized Federated Learning", ICML 2021, Algorithm 1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -22,8 +22,6 @@ If ``plan.steps`` is set, each local step clips every record's gradient and adds
 upload gets no further noise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

@@ -16,8 +16,6 @@ q                     ``local.sam_radius`` (SAM; 0 is SGD)
 With a `NonPrivatePlan` the same methods are FedAvg and FedSAM without DP.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

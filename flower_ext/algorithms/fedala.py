@@ -20,8 +20,6 @@ one pass. (The paper first makes passes until the loss no longer changes.) Under
 the client uploads a clipped and noised version of Θ_i; the exact Θ_i and W_i stay on the client.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -18,8 +18,6 @@ Client i descends F_i(w) + (λ/2α_k) ‖w − u_i‖² from its own last w_i, w
 mixes only these uploads; the exact w_i stays on the client.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from logging import getLogger

@@ -16,8 +16,6 @@ noise covers running statistics, so they stay on the client with their layer. If
 a layer with running statistics, the run ends before its first round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self

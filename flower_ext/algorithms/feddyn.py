@@ -16,8 +16,6 @@ The client and the server use θ_k as the client sent it, after clipping and noi
 mean of the gradients in the clients' memories, unless the server itself clips or adds noise.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

@@ -16,8 +16,6 @@ The paper draws a client's first personal layers at random; here all clients beg
 layers of the run's initial model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

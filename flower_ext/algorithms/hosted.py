@@ -3,8 +3,6 @@
 This package draws the cohorts, and checks the replies before the strategy sees them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace

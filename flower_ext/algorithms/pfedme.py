@@ -14,8 +14,6 @@ K, η_p                ``personal_training``: steps on each mini-batch, learning
 ====================  =====================================================
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

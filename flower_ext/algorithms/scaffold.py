@@ -19,8 +19,6 @@ Option II requires that c_i is a mean of gradients. With momentum, which the pap
 gradient moves the model in later steps, too; K_i then sums all factors of gradients in y_i − x.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

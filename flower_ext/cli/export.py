@@ -6,8 +6,6 @@ records. The command writes a guarantee for exactly this file next to it. A pers
 carries no noise, because clients never send it, so no ε covers the records that trained it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ This module makes up for properties of plain ``flwr run``, which returns 0 for a
 simulates two nodes regardless of the app, and by default installs the app's dependencies again.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import signal

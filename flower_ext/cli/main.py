@@ -4,8 +4,6 @@ A command's module is imported only when that command runs, because importing Py
 a second.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import sys

@@ -3,8 +3,6 @@
 A wheel holds ``apps/`` as ``templates`` beside this module; a checkout has the folder ``apps/``.
 """
 
-from __future__ import annotations
-
 import keyword
 import re
 import shlex

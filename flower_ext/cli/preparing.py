@@ -1,7 +1,5 @@
 """Prepare a run: check its options, and complete its settings and paths, before anything starts."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

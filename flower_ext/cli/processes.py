@@ -1,7 +1,5 @@
 """Start the processes of a command, show their logs, wait for their ports, and end them."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

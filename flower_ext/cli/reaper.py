@@ -12,8 +12,6 @@ Linux; Ray's daemons and a SuperLink's ServerApp are grandchildren.
 The file runs by itself: it imports nothing of the package, so that it starts within milliseconds.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import subprocess

@@ -1,7 +1,5 @@
 """``flower-ext report`` and ``ledger``: reports on runs, and on the account that runs share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

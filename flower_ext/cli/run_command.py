@@ -1,7 +1,5 @@
 """``flower-ext run``: run an app in Ray's simulation, on a SuperLink, or in one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

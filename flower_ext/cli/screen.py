@@ -1,7 +1,5 @@
 """The screen of all commands: tables, and messages about failures."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable

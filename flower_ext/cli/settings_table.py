@@ -1,7 +1,5 @@
 """``flower-ext settings``: list the settings of an app."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

@@ -4,8 +4,6 @@ The folder is an argument, or the environment variable FLOWER_EXT_DATA. Nothing 
 errors say which files are missing and which library fetches them.
 """
 
-from __future__ import annotations
-
 import gzip
 import os
 import struct

@@ -9,8 +9,6 @@ pathological partition of flwr-datasets may give some classes to more clients th
 none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -5,8 +5,6 @@ leading dimension, with one row per example. The functions here also accept list
 which models may return. They treat every other object as a leaf.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 The tests of `engines` use every name, so these tests fail if a Flower version moves one.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path

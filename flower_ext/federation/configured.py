@@ -16,8 +16,6 @@ An app's class of settings inherits the shared ones (`flower_ext.runs.shared_set
 Each function raises `UnfitSetting` if settings contradict each other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Build a run's sampling and privacy plan from its settings; apps import them from `configured`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

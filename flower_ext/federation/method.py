@@ -6,8 +6,6 @@ changes between rounds: `step` takes it, and returns the next one. Checkpoints, 
 `Upcycled` therefore treat every method alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, ClassVar, TypeVar

@@ -4,8 +4,6 @@ A `Population` draws units, names the nodes to ask and counts whose data were us
 for rounds and accounting therefore serves both clients and users in silos.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace

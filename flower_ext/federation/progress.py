@@ -1,7 +1,5 @@
 """The costs and scores of each round: one row of numbers and one line in the log."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from logging import getLogger

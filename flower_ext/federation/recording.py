@@ -1,7 +1,5 @@
 """Record the run of a strategy: open a run directory first, and write outcome and report last."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

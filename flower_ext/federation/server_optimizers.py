@@ -17,8 +17,6 @@ m_t, v_t              ``moments["mean"]``, ``moments["square"]``
 Optimizers and averages use only what the round has already released, so they spend no privacy.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass

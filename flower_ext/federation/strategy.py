@@ -4,8 +4,6 @@ A `FederatedStrategy` has a method, a plan, a sum and a run. All code on which a
 is in `round` and `query_round`, and is the same for every method.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import getLogger
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The metrics that clients report: how many clients report each, and which ones are losses."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 

@@ -1,7 +1,5 @@
 """The spread of a score over clients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Kinds of the entries in a run's ledger and in a study's account, and the fields of each kind."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Base classes of plans, and the plan of a run without privacy."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal

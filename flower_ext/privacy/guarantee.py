@@ -3,8 +3,6 @@
 Published and provable guarantees have the same fields. If they differ, reports show both.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ spent, whatever follows. After a crash at any byte, the ledger may count a relea
 happen. It never misses a release that did happen.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Inputs of a guarantee: a method's traits, the assumptions about its sums, and the run so far."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -6,8 +6,6 @@ have spent after this round. The run holds a lock while it composes all charges 
 (`study_composition`) and checks the budget.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The terms of an ε: the protected unit, the neighbouring relation, and what an adversary sees."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, TypeVar

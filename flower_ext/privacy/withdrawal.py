@@ -6,8 +6,6 @@ then sends requests to clients. A round that is charged after the withdrawal the
 of the person.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing

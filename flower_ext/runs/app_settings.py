@@ -16,8 +16,6 @@ settings has the same format::
     local-epochs = 4
 """
 
-from __future__ import annotations
-
 import sys
 from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Callbacks: user code that follows a run in progress."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from logging import getLogger
 

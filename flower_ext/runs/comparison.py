@@ -1,7 +1,5 @@
 """Comparison of several runs: one row per method, with its mean over seeds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -7,8 +7,6 @@ If the run charges an account that several runs share, one part of the report co
 This module computes the values that the templates ``report.md.jinja`` and ``study.md.jinja`` show.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Settings that apps share; `federation.configured` builds a run's objects from them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

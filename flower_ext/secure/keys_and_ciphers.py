@@ -1,7 +1,5 @@
 """Agree on a secret, derive keys that each serve one labelled purpose, and encrypt under a key."""
 
-from __future__ import annotations
-
 import secrets
 
 from cryptography.exceptions import InvalidTag

@@ -1,7 +1,5 @@
 """Messages between parties, their encoding as bytes, and checks that all protocols share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar, Self

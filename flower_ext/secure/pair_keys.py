@@ -12,8 +12,6 @@ not trust the server to relay keys unchanged, let them compare `PairKeys.fingerp
 channel.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Run big-integer work in a thread for each core, because gmpy2 can release Python's lock."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence

@@ -13,8 +13,6 @@ module finds are wrong for two kinds of models: those that compute indices from 
 those that accept some integer but not all non-negative integers below it.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import defaultdict
 from functools import lru_cache

@@ -5,8 +5,6 @@ gradients switched off, for example. That would change what other clients send, 
 update does not bound such a change.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

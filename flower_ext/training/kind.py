@@ -1,7 +1,5 @@
 """The kind of a training: its model, loss and shapes, without its data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 

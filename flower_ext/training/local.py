@@ -15,8 +15,6 @@ Sharpness-aware minimisation follows Zhang et al. (DP²-FedSAM), Eqs. 11–12: t
 With radius q = 0 this is SGD, and a step costs one pass instead of two.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 

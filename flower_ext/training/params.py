@@ -1,7 +1,5 @@
 """Model parameters as plain dictionaries, the form in which they are trained, sent and stored."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase

@@ -4,8 +4,6 @@ A term is any function of the parameters being trained. A method states its obje
 terms, so it needs no training loop of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass

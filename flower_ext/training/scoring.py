@@ -1,7 +1,5 @@
 """The loss and metrics of a model on one client's examples."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from logging import DEBUG, WARNING, getLogger

@@ -3,8 +3,6 @@
 An error of one client does not stop the others.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The task that every method trains: the model, loss, metrics, and the data of each partition."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial

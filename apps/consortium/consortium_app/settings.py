@@ -1,7 +1,5 @@
 """The settings of this app; ``pyproject.toml`` holds their defaults."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The silos' tables: columns of numbers, and the user of every row."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The work of the silos: statistics of tables, training on the tables, and scores of the model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Clients with a few handwritten digits each, and held-out digits that test all of them."""
 
-from __future__ import annotations
-
 import math
 from functools import cache, partial
 from pathlib import Path

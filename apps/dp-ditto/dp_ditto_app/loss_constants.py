@@ -4,8 +4,6 @@ Such a pilot run sees the losses only along its own path. Elsewhere L, G₀ and 
 smaller.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A pilot run: full-gradient descent without noise, to estimate constants of the losses."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -9,8 +9,6 @@ and the writer of each image as ``writer``. `save_writers` makes it from the row
     save_writers(data.load_split("train"), Path("DATA/femnist_writers.npz"))
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path

@@ -5,8 +5,6 @@ whose tokens are bytes. Training takes about a minute of one core. Training is n
 last bit on other machines: to deploy, copy the folder of one machine to all others.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

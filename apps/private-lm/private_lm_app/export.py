@@ -6,8 +6,6 @@ In the folder of the app::
     python -m private_lm_app.export RUN FOLDER --merge    # the whole model, adapters merged into it
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

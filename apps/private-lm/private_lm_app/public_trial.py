@@ -5,8 +5,6 @@ would, but on Python's documentation, which is public. It refuses adapters that 
 warns of a clipping norm far above or below the norm of an update.
 """
 
-from __future__ import annotations
-
 import math
 from logging import getLogger
 from typing import Any

@@ -6,8 +6,6 @@ modules play the part of private texts, of a kind that the base model never saw:
 a person who wrote a few functions of one module.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import re

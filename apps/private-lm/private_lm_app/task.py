@@ -1,7 +1,5 @@
 """The learning problem that the run configuration asks for."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 from flwr.app import Context

@@ -6,8 +6,6 @@ with ``uniform``, it deals records out evenly. With ``zipf`` and fixed silos, it
 record to every user. Records of labels without a user go to user 0.
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Assign each record to a user, in data that come divided into silos, such as hospitals."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The data sets of the Uldp-FL experiments, by name: silos with common users."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The loss and the metric of survival times."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The data sets of the Upcycled-FL experiments, by name; each consists of devices."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

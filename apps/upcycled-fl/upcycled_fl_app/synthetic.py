@@ -10,8 +10,6 @@ Because u_k is added to every entry, it moves all logits equally, so β changes 
 three kinds differ only in γ.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError

@@ -1,7 +1,5 @@
 """The tables of results, made of rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

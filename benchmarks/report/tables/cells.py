@@ -1,7 +1,5 @@
 """Cells and rows that the tables of several papers need."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Sequence
 

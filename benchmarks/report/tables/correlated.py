@@ -1,7 +1,5 @@
 """The table of accuracies under correlated noise and under Poisson sampling, as Markdown."""
 
-from __future__ import annotations
-
 from benchmarks.report.rows import column_values, read_rows, select_rows
 from benchmarks.report.tables.cells import mean_text
 from flower_ext.runs.page import table

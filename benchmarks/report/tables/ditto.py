@@ -1,7 +1,5 @@
 """The tables of DP-Ditto's results; each function returns Markdown."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """The table of when sharing pays, made from the rows of `benchmarks.sharing`."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The tables of Uldp-FL's results; each function returns Markdown."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """The tables of Upcycled-FL's results; each function returns Markdown."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 

@@ -23,8 +23,6 @@ Under a plan with secure sums, the secure sum runs over the silos. With a `weigh
 learns the weights w_{s,u}. The module `silo_training` trains a silo's users.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

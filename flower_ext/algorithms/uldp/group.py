@@ -16,8 +16,6 @@ C, σ                  ``local.clipping_norm``, ``local.noise_multiplier``
 The silos' models carry noise already, so the server averages them unchanged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal

@@ -16,8 +16,6 @@ The paper prints Δ = x_t − x_s, the received model minus the trained one, alt
 Δ. Here Δ is x_s − x_t, as in the paper's other algorithms.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from flower_ext.algorithms import dp_fedavg

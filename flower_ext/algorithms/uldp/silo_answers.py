@@ -1,7 +1,5 @@
 """The silos' answers before the first round: whose records they hold, and how they draw users."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """The base of methods for users whose records lie in several silos."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from flower_ext.checks import Count

@@ -4,8 +4,6 @@ The kind of total depends on the plan. By default, it is a sum in float64. With 
 sum of whole numbers, which count cells of a grid. With a weighted sum, it is a `HiddenSum`.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

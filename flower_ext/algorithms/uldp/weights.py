@@ -13,8 +13,6 @@ User u moves the sum over silos by at most Σ_s w_{s,u} clipping norms. The serv
 that it sends to the silos in every round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

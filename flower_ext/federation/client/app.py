@@ -11,8 +11,6 @@ cohort in the server's process (`engines.in_process`), or the clients of one nod
 as if it were alone on its node.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial

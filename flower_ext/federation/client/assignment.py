@@ -1,7 +1,5 @@
 """Prepare a client's work: from the server's request to the input of the method."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache, partial
 

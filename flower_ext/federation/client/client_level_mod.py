@@ -33,8 +33,6 @@ failed. The guarantee does not cover this answer. A node with ``require-secure-s
 train in a rehearsal, and always reports success.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod

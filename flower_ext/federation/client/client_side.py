@@ -10,8 +10,6 @@ method, a step of a sum, or a question about the frozen part of the model, the n
 or the client's memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

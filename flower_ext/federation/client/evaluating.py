@@ -1,7 +1,5 @@
 """Answer an evaluation: with scores in the clear, or with a masked vector for a noised sum."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

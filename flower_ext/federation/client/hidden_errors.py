@@ -5,8 +5,6 @@ sentence, and the exception itself stays in the log of the client's own process.
 data, `errors.tellable` marks its error, and the reply carries the error's message.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ example, a client does not know how many other clients there are. A client never
 from the server.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Read and check the server's requests to a client."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar

@@ -24,8 +24,6 @@ The last row does not hold for uploads that are sums over units: there, the clie
 the settings of the training and the number of examples that the client reports.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -7,8 +7,6 @@ users under another model. Each silo therefore stores the number of the newest r
 drew users, and refuses to draw without a ``state-folder``.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 from flwr.app import Context

@@ -1,7 +1,5 @@
 """The base class of this package's grids, and a limit on the replies that wait in memory."""
 
-from __future__ import annotations
-
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 

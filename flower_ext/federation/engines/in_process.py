@@ -6,8 +6,6 @@ simulation. A ClientApp of this package answers for a whole cohort at once, and 
 in batches.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ the whole run configuration, as JSON. People use ``flower-ext run FOLDER --in-pr
 in the app's defaults.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import signal

@@ -6,8 +6,6 @@ node into one message, and unpacks the reply. A `CohortApp` on the node answers 
 The strategy and the clients work as if each client had its own node.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain

@@ -1,7 +1,5 @@
 """The client that a message is for: a node's partition, and a check of it on the client."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict

@@ -1,7 +1,5 @@
 """Error replies of clients: their codes, and the texts about them that the server may log."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from logging import ERROR, LogRecord, getLogger

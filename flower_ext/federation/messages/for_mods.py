@@ -1,7 +1,5 @@
 """Entries of training messages for this package's mods, which run before a foreign ClientApp."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flwr.app import ConfigRecord, Message

@@ -1,7 +1,5 @@
 """Check that a model may be shared, before a client receives it."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ The server packs requests (`pack`), and unpacks the node's reply (`unpack`). On 
 `answer_packed` gives each client its request and its context, and packs the clients' replies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

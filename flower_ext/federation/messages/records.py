@@ -4,8 +4,6 @@ Flower serialises an array as soon as it is made. That is wasted time if clients
 process, so an `UnsentArray` is serialised only when it leaves the process.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import lru_cache

@@ -3,8 +3,6 @@
 `records` reads only NumPy's format, so no reply can run code.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from functools import lru_cache

@@ -5,8 +5,6 @@ Flower's records only when a caller reads its ``content``: for a hundred small m
 takes longer than training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Connect a run to its clients, and find out before round 1 whether they can take part."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from logging import getLogger

@@ -4,8 +4,6 @@ A query releases one noised sum of the clients' vectors. An evaluation is either
 round in which each client reports its scores.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from copy import deepcopy

@@ -5,8 +5,6 @@ train, and the server's step moves the model by the mean. Rounds of other kinds 
 `query_round`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial

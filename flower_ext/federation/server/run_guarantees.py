@@ -1,7 +1,5 @@
 """The guarantees of a run: what its method claims, what no guarantee covers, and the ε spent."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flower_ext.federation.method_state import State

@@ -1,7 +1,5 @@
 """The loop of a run, new or resumed: its rounds, its files and its end."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The terms of a run: everything that must stay the same when the run is resumed."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum

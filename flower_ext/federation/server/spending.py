@@ -1,7 +1,5 @@
 """The privacy that a run spends: its ledger, its budget, and its open release."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field

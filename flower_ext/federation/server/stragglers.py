@@ -1,7 +1,5 @@
 """Simulated devices of different speed, as in the Upcycled-FL and FedProx papers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

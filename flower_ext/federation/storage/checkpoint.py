@@ -11,8 +11,6 @@ so both attempts count. Each unit whose data the first attempt used has then tak
 more, and the second attempt gets the next round number.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

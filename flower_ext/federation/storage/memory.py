@@ -5,8 +5,6 @@ The memory is in Flower's ``context.state``, or in a folder that the client's ow
 folder outlives run and process. No reply ever contains memory.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set

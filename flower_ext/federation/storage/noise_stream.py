@@ -20,8 +20,6 @@ the run would use noise twice. Under a seed (``repeats``) no state is stored, be
 the same numbers again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from flower_ext.errors import InvalidValue

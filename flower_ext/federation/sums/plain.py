@@ -1,7 +1,5 @@
 """Plain sums: the server sees each contribution, and discards it once it is added."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

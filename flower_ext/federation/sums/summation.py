@@ -4,8 +4,6 @@ On the server, a `Summation` opens the sum of each round (`OpenSum`), and a mech
 mean. On a client, a `ClientSum` seals the contribution.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ sampling hides next to nothing, the bound that ignores sampling may be the small
 least the probability that a unit is drawn at least once in the run, ε is 0 with any noise above 0.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -3,8 +3,6 @@
 The search errs on the safe side: with its result, the accountant's ε never exceeds the target.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """Exact composition of Gaussian releases that no sampling amplifies."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import replace

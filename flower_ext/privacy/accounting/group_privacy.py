@@ -8,8 +8,6 @@ samples a record with probability γ, the number of the user's sampled records i
 step is thus a mixture of Gaussians (Ganesh 2024), for which PLD accounts. The bound is tight.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

@@ -5,8 +5,6 @@ therefore hold for the participations that took place, and need not average over
 that were possible.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

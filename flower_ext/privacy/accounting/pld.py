@@ -4,8 +4,6 @@ A distribution is stored on a grid of privacy losses. Fourier transforms compose
 of several releases.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import lru_cache

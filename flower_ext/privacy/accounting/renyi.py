@@ -11,8 +11,6 @@ remainder alone. Since E[u] = 0, the remainder is the mean of (1 + u)^Î± - 1 - Î
 never negative, so the mean keeps its relative precision.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache

@@ -3,8 +3,6 @@
 If sampling amplifies privacy, the proof holds for the sampler's ``default_relation``.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -39,8 +39,6 @@ without records in a silo contributes nothing there, like a zero update. C thus 
 of the norms of all Δ_s, each counted by its weight.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

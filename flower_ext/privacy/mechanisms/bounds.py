@@ -15,8 +15,6 @@ empty (no elements)     kept, adds nothing; `ValueError` if all arrays are empty
 ======================  ==========================================================
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -50,8 +50,6 @@ stddev of z_t, as small as the distance between the numbers that the generator c
 `noise`).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass

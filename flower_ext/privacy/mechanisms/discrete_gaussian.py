@@ -45,8 +45,6 @@ the processor's nearest cache.
    new key of 256 bits for each call.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -30,8 +30,6 @@ releases whole multiples of a public grid g, a power of two. The argument:
 Nothing here hides how long a draw takes.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from abc import ABC, abstractmethod

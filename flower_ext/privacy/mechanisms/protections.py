@@ -5,8 +5,6 @@ module `federation.messages.round_entries` writes the parameters into messages. 
 applies the protections that act during training.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

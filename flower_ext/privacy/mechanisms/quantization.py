@@ -12,8 +12,6 @@ depend on that user's row only: every step works on single numbers, or adds a ro
 order that depends only on the number of columns, or adds whole numbers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ importing torch. Norms are computed in float64, and scaled if needed, so that ne
 nor half precision makes a norm wrong.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

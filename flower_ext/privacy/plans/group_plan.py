@@ -1,7 +1,5 @@
 """The plan of ULDP-GROUP-k: silos protect records by DP-SGD."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from flower_ext.checks import ProperFraction

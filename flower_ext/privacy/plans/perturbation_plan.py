@@ -1,7 +1,5 @@
 """The plan of perturbed local models: record-level privacy against a server that sees uploads."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -8,8 +8,6 @@ two numbers of this sum. The number of scored clients carries noise too, because
 clients have test examples.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

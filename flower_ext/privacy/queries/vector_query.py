@@ -5,8 +5,6 @@ To add a query, subclass `VectorQuery` as a frozen dataclass. Add an object of t
 bounds, noises, masks and counts the vectors as in every other secure sum.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The assumptions and other texts that several guarantees share."""
 
-from __future__ import annotations
-
 from flower_ext.privacy.mechanisms.noise import IMPROBABLE
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 

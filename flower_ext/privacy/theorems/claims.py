@@ -1,7 +1,5 @@
 """A builder of the guarantees of one run, and the losses that several guarantees share."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Provable guarantees for a client that uploads once a round, against each adversary."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flower_ext.errors import InvalidValue

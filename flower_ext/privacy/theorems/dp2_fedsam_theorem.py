@@ -11,8 +11,6 @@ T                     ``rounds``
 ====================  =====================================================
 """
 
-from __future__ import annotations
-
 import math
 
 from flower_ext.checks import require_at_least_one, require_delta, require_positive, require_rate

@@ -25,8 +25,6 @@ Gaussians of all steps compose without amplification, because every client takes
 and the server sees each upload.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -12,8 +12,6 @@ Lemma 9 (Mironov 2017, Proposition 2) covers groups of 2^c records. Use it only 
 published numbers: `group_loss` holds for every group size, and its ε is several times smaller.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

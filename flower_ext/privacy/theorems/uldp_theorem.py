@@ -35,8 +35,6 @@ only, so the noise does not reveal the number of drawn users. If the server draw
 tells the silos, and sampling amplifies nothing against a server that sees sums.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

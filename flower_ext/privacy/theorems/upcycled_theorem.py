@@ -21,8 +21,6 @@ most 2u₁/(|D_i|μ). `clipped_model_sensitivity` returns the smaller of the bou
 module returns guarantees in pairs: first the guarantee as published, then the provable one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import suppress

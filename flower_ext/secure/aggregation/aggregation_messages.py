@@ -3,8 +3,6 @@
 As bytes, every message begins with its kind and the digest of its round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 

@@ -1,7 +1,5 @@
 """The server's side of one round; `flower_ext.secure.aggregation` describes the protocol."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from enum import Enum

@@ -5,8 +5,6 @@ circle in a random order, which it keeps secret. A member's neighbours are the k
 it on the circle (a circulant or Harary graph). O(log n) neighbours suffice (Bell et al. 2020).
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass

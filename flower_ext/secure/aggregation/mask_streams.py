@@ -1,7 +1,5 @@
 """Masks of one round: ChaCha20 streams that are added to, or subtracted from, arrays in place."""
 
-from __future__ import annotations
-
 from typing import Any, TypeAlias
 
 import numpy as np

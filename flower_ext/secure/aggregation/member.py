@@ -1,7 +1,5 @@
 """A member's side of one round; `flower_ext.secure.aggregation` describes the protocol."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Shamir's sharing of 32-byte secrets: any t shares give the secret, and t - 1 reveal nothing."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping, Sequence
 

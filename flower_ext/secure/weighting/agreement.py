@@ -14,8 +14,6 @@ step       message of the server                       answer of a silo
 The offer begins an oblivious transfer.
 """
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping

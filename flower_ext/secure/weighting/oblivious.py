@@ -33,8 +33,6 @@ All of the receiver's randomness comes from one key. Several parties that share 
 act as one receiver: one of them answers, and all of them open the same texts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 from collections.abc import Sequence

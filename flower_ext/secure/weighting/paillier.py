@@ -7,8 +7,6 @@ GMP does the arithmetic, and its running time depends on its operands. Run no un
 party's machine, because it could measure this time.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The server in private weighting over Paillier; `secure.weighting` describes the protocol."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from random import SystemRandom
 

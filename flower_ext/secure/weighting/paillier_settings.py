@@ -1,7 +1,5 @@
 """Settings of private weighting over Paillier, and the messages whose lengths they determine."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Protocol 1 over Paillier: the caller's options, and the settings of a run made from them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar

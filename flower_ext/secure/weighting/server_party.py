@@ -1,7 +1,5 @@
 """The server's set-up, draws and rounds, which are the same under every scheme."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar

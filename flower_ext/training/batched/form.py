@@ -5,8 +5,6 @@ example one that trains by machine code: it registers a `FormFactory` as an entr
 `GROUP`. Only `many` decides which form trains which jobs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 

@@ -20,8 +20,6 @@ of a plug-in     if it promises   yes              if it is faster  known layers
 remembers the outcome of each trial.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial

@@ -6,8 +6,6 @@ pass adds the gradient directly to its target: a velocity, a gradient, or the we
 That saves writing and reading the largest tensors of the computation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -4,8 +4,6 @@ SGD and SAM run on padded mini-batches. For each parameter, one tensor holds the
 models. Each job keeps its own model, examples, settings, terms and batch order.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ One way to read values is harmless. Hugging Face's models, for example, test whe
 a mask are 1. `DecidedTests` gives such tests an answer that depends on no example.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -12,8 +12,6 @@ trial finds that the bits of an example's gradient still depend on other example
 a pass of its own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext

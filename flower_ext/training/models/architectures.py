@@ -4,8 +4,6 @@ Models whose names end with ``-bn`` have a BatchNorm layer before each ReLU. The
 of these layers must not be shared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise

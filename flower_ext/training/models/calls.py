@@ -1,7 +1,5 @@
 """Call a model with given parameters, on features that may be tuples or mappings of tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy

@@ -6,8 +6,6 @@ training has its own generator, which yields four 16-bit numbers at a time. The 
 therefore rounded to a multiple of 2⁻¹⁶, and kept values are divided by 1 minus the rounded p.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks for layers that must not be shared, because their running statistics reveal data."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """The loss and the gradient of one example alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

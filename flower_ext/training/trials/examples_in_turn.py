@@ -7,8 +7,6 @@ zero, DP-SGD would spend its budget on noise alone. The trial therefore also fin
 model learns from one example.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial

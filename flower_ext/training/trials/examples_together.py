@@ -5,8 +5,6 @@ batch normalisation does, lets one record change the gradients of others. Clippi
 does not bound such a change.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -3,8 +3,6 @@
 The examples depend on nobody's values, so a trial reveals nothing about any record.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """A trial that finds whether a model refuses a mini-batch of a single row."""
 
-from __future__ import annotations
-
 import traceback
 from functools import lru_cache
 from typing import Any

@@ -8,8 +8,6 @@ names the places where two snapshots differ. A change elsewhere can only be foun
 `find_carried_change` also compares results.
 """
 
-from __future__ import annotations
-
 import logging
 import pickle
 import random

@@ -8,8 +8,6 @@ other users, and clipping each update does not bound such a change.
 `why_models_differ` and `why_bits_differ` test jobs that train together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """``flower-ext audit``: attack a strategy; compare the proven lower bound with the reported ε."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

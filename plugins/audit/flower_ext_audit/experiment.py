@@ -3,8 +3,6 @@
 That unit is the *canary*: its data are present in one world and absent in the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 

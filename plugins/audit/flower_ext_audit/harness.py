@@ -6,8 +6,6 @@ strategy's ``guarantees()``, or the ε that the experiment names. `audit_in_one_
 looser: it includes each of many canaries with probability one half.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence

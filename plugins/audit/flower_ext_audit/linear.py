@@ -8,8 +8,6 @@ changes its sign in every round. Noise that is used twice keeps its sign: it can
 adversary's score, while the canary's pulls add up, so an audit finds reused noise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial

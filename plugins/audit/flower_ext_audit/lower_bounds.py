@@ -13,8 +13,6 @@ count for the bound. Several bounds hold at once by Bonferroni's inequality: eac
 share of the failure probability.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

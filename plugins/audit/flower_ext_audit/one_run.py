@@ -35,8 +35,6 @@ recursion gives the smallest possible P_{c−1}, …, P_0 for any P_c ≥ τ. If
 P_c < τ.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

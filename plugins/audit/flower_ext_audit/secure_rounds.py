@@ -5,8 +5,6 @@ that it receives, and computes all it can. `SecureTranscript` does the same, fro
 messages only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar

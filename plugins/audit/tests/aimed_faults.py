@@ -1,7 +1,5 @@
 """Faults that an attack finds by a score of its own, and not by that of the mechanism."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -3,8 +3,6 @@
 ``python plugins/audit/tests/many_canaries.py`` measures the bounds of one run in docs/audit.md.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -12,8 +12,6 @@ Use it wherever Flower's `PrivacyAccountant` protocol is used::
 accountant can repair.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

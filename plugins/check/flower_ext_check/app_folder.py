@@ -1,7 +1,5 @@
 """The files of an app: unpack them, and read the app's settings and source."""
 
-from __future__ import annotations
-
 import ast
 import shutil
 import traceback

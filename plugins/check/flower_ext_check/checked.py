@@ -3,8 +3,6 @@
 Call `check_app` in a fork, because an app may change or end its process.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -1,7 +1,5 @@
 """Every ε that an app states: in a report, by a mod or accountant, in a setting, or in words."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence

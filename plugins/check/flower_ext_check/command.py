@@ -1,7 +1,5 @@
 """``flower-ext check``: a second opinion on the privacy of any Flower app."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Find what one client can do to a run, and what clients send besides the update."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ All measurements come from held runs (`held_run`). There each client sends a pub
 of what it learned from data, so the check knows each update before clipping and noise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product

@@ -1,7 +1,5 @@
 """Find faults in what the check recognised: strategy, mods, their parameters, and the rounds."""
 
-from __future__ import annotations
-
 from scipy.stats import binom
 
 from flower_ext.privacy import PrivacyUnit

@@ -1,7 +1,5 @@
 """Run functions in forks of this process. An app's code may change, hang or end such a fork."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

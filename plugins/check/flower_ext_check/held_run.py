@@ -6,8 +6,6 @@ client then depend on mods and noise alone, and on nobody's data. One client, th
 with another update, for example a huge one. This shows how far a single client moves the result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace

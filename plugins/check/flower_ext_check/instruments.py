@@ -1,7 +1,5 @@
 """Learn which mods, strategies and privacy engines an app makes, and limit the app's rounds."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Judge an app: say which ε is provable, and whether each ε that the app claims is provable."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

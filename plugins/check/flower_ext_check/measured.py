@@ -3,8 +3,6 @@
 This ε uses neither the app's guarantees nor the accountants of this package (`second_accountant`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Read a mechanism's clipping bound, noise and releases from the objects of a running app."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The value to which a mechanism adds Gaussian noise, and how far one unit moves this value."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ function returns before any other mod changes it. In a held run the mod does not
 `HeldRun` answers in its place.
 """
 
-from __future__ import annotations
-
 import random
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Everything that one run of an app showed: messages to clients, their replies, and the models."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

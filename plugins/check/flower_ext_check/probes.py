@@ -1,7 +1,5 @@
 """Run an app several times, with new random numbers or one changed client."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 

@@ -4,8 +4,6 @@ The check knows only the classes and functions of Flower and of this package. A 
 app defines counts as unknown, because its methods may do anything.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Mapping, Sequence

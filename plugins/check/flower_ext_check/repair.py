@@ -5,8 +5,6 @@ app's privacy mods by this package's mod. It suits apps that call ``strategy.sta
 clients send one ArrayRecord.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 from collections.abc import Iterator

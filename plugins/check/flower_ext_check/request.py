@@ -1,7 +1,5 @@
 """The request of a check: the app, and the options of the command."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

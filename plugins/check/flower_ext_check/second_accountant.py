@@ -1,7 +1,5 @@
 """Compute ε with dp-accounting, which shares no code with the accountants of this package."""
 
-from __future__ import annotations
-
 import math
 
 import dp_accounting

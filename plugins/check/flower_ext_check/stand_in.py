@@ -1,7 +1,5 @@
 """Random rows in the place of ``flwr_datasets``, for apps whose data cannot be loaded here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

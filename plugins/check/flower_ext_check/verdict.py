@@ -1,7 +1,5 @@
 """The verdict of a check: which ε is provable, which ε the app claims, and what the check found."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

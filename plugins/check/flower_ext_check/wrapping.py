@@ -4,8 +4,6 @@ The package offers no hook for this purpose, because a hook that can take the no
 weaken every run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any

@@ -1,7 +1,5 @@
 """Small Flower apps as people publish them, written from one template with variants."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from textwrap import dedent, indent
 

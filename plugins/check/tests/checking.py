@@ -1,7 +1,5 @@
 """Run a check in a fork of the test's process, which has imported everything already."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Verdicts on small apps as people publish them, each found by hand."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``flower-ext check`` as a newcomer types it."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from pathlib import Path

@@ -3,8 +3,6 @@
 A wrong contradiction is as bad as a missed fault: whoever reads it stops to believe the check.
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass, field
 from typing import Any

@@ -24,8 +24,6 @@ of a group of j users, with a larger ε.
 * A linked table is a silo's table with a user's number in place of each identifier.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import hmac

@@ -1,7 +1,5 @@
 """Tables of records in CSV and Parquet files, read row by row in bounded memory."""
 
-from __future__ import annotations
-
 import codecs
 import csv
 from collections.abc import Iterator, Sequence

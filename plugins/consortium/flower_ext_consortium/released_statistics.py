@@ -5,8 +5,6 @@ bound, and nobody else has a known age. The vector that the canary adds to the s
 norm 1, and nobody else adds to its nonzero elements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any

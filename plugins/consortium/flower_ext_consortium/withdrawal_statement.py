@@ -5,8 +5,6 @@ each model, the statement gives the guarantee of its run: the (ε, δ) with whic
 indistinguishable from a model that was trained without this person.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Run an app in a process of its own, with a deadline and a limit on the size of its answer."""
 
-from __future__ import annotations
-
 import json
 import os
 import selectors

@@ -4,8 +4,6 @@ It confines itself, reads a request from its standard input, and writes the app'
 standard output. Whatever the app prints goes to standard error.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """``flower-ext guard``: run apps for a SuperNode, and limit what their replies reveal."""
 
-from __future__ import annotations
-
 import time
 from bisect import bisect_right
 from pathlib import Path

@@ -11,8 +11,6 @@ up three rights:
   namespaces, and this program may send a request to a name server.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

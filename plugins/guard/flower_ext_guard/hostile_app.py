@@ -4,8 +4,6 @@ The app moves the model as far as it can, in one direction with the canary, and 
 direction without it. The adversary must learn no more than the ε in the guard's ledger permits.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

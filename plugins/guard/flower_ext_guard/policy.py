@@ -1,7 +1,5 @@
 """A site's policy: a TOML file in which the site's operator says what may leave the site."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -13,8 +13,6 @@ z/2 times the sensitivity. Releases compose adaptively, so an app's memory of ea
 changes nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

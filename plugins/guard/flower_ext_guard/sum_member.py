@@ -12,8 +12,6 @@ data sets of the site, and any two behaviours of the app, the sum differs by at 
 norms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from flwr.app import ArrayRecord, Context, Message, RecordDict

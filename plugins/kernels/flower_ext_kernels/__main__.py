@@ -3,8 +3,6 @@
 Runs never wait for the machine code. Without it, networks train as without this plug-in.
 """
 
-from __future__ import annotations
-
 import sys
 
 from flower_ext_kernels.native import NotCompiled, compile_and_store

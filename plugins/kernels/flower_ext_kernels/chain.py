@@ -1,7 +1,5 @@
 """Recognition of models that are a chain of known layers, by their modules or by a trace."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ The few rows of a mini-batch are multiplied in tiles that fit the processor's re
 library rearranges matrices first, which takes longer than such products.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from flower_ext_kernels.layer_table import (

@@ -6,8 +6,6 @@ and each pass is a product of matrices that reads images in place. The variables
 ``padded_width`` and ``window_width`` count the numbers in a row, pixels times channels.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from flower_ext_kernels.layer_table import (

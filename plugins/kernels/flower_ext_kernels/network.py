@@ -8,8 +8,6 @@ uses.
 compiled, it returns None, and the model trains as without the plug-in.
 """
 
-from __future__ import annotations
-
 import math
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence

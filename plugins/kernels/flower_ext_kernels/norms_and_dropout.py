@@ -3,8 +3,6 @@
 Indices are unsigned, because Numba would test whether a signed index is negative.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 The forward pass stores the outputs of all layers. A layer's outputs are in the order of examples.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba

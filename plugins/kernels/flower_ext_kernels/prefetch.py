@@ -4,8 +4,6 @@ An argument ``prefetched`` holds two arrays, or parts of them: the next job's fe
 memory where its weights will be.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Products of matrices, exponentials and activations, as loops over numbers that Numba compiles."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -8,8 +8,6 @@ Nothing here allocates, raises or uses Python, so the result is machine code tha
 Numba. `native` compiles `train` and `are_classes` in a separate process.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

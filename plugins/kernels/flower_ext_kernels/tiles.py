@@ -5,8 +5,6 @@ consist of operations of LLVM, which turns them into machine code. The last colu
 fill only a part of a vector. A mask hides the rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps

@@ -10,8 +10,6 @@ The server does not know which choice the silos made. The silos do not know whic
 opened, because the order is random and an encryption of zero looks like any other.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass

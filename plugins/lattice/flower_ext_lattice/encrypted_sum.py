@@ -5,8 +5,6 @@ in which their coefficients alternate: coordinate ``8 * i + lane`` of a group is
 its block ``lane``. The last group may have fewer blocks; their number then replaces the 8.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 The polynomial pk1 is uniform and follows from a public seed. The coefficients of e are small.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from flower_ext.secure.keys_and_ciphers import derive

@@ -4,8 +4,6 @@ A body holds words of polynomials as little-endian numbers of 6 bytes (residues,
 sum) or 8 bytes (second parts).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ Arrays hold residues as whole numbers in float64. Messages hold them as *words*:
 numbers of six bytes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias

@@ -12,8 +12,6 @@ its second at most q / 2. A transform starts from numbers of at most q / 2, and 
 each of its 12 stages. Its numbers therefore stay below 10 q, which is less than 2^52.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """The server's side of private weighting over ring-LWE; the package describes the protocol."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace

@@ -6,8 +6,6 @@ silo's sum (c0, c1) adds r·e + e2·s, where s is the server's secret key, e the
 key, and r and e2 are fresh. Rounding the words of c0 and c1 is the third error.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

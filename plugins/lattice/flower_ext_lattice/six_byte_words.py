@@ -1,7 +1,5 @@
 """Numbers below 2^48 as little-endian words of six bytes."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -3,8 +3,6 @@
 Experimental: no outsider has reviewed it. `flower_ext_lattice` describes the protocol.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ same a_u and pads, the difference of both sets would be ⌊2^k / N_u⌋ with a s
 N_u. The random bytes prevent this.
 """
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 from collections.abc import Sequence

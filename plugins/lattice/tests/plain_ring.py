@@ -3,8 +3,6 @@
 Residues may differ from `ring_loops` by multiples of q until they are reduced to 0 to q - 1.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

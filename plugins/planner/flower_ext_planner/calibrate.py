@@ -1,7 +1,5 @@
 """``flower-ext calibrate``: compute noise, ε, rounds or sampling rate from the other three."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """One quantity of a run, such as ε or the least noise, by every accounting method."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

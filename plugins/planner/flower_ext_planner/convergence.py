@@ -40,8 +40,6 @@ By Young's inequality with weight η_L m/(1 − η_L m), and by strong convexity
     ‖v⁺ − v*‖² ≤ (1 − η_L m) ‖v − v*‖² + (η_L λ²/m) ‖Δ‖²,    ‖Δ‖² ≤ (2/μ) (F(w) − F*)
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,7 +1,5 @@
 """``flower-ext ditto-schedule``: choose DP-Ditto's number of rounds T and global weight λ."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass, fields, replace

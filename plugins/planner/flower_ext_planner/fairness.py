@@ -30,8 +30,6 @@ all losses alike and costs no fairness. Corrected, D = 4 (1 − 1/N) d τ² and 
 τ² = σ²ζ²/(σ² + ρζ²).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 The two searches err on the safe side: the accountant's ε of a result never exceeds the target.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from flower_ext.checks import require_at_least_one, require_positive

@@ -9,8 +9,6 @@ h bounds the distance of client n's personal model to its optimum v_n*(λ), whic
 compare numbers of rounds T by h, and values of λ by R.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ Source: Kato et al., Uldp-FL (PVLDB 2024). Use these lemmas only to compare with
 smaller.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -6,8 +6,6 @@ backbone gets one example at a time, on one thread, so that no record can change
 another record's features.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Pretrained models of Hugging Face's Transformers, and LoRA adapters of PEFT on them."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import cache
 from importlib import import_module

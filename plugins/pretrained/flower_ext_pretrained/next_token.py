@@ -5,8 +5,6 @@ and from all metrics. Use it for padding, and for prompts that the model need no
 Put padding after the text. There no earlier token attends to it, so no attention mask is needed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Mechanisms whose unit is a client, with one update."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Mechanisms whose unit is one record of a client."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

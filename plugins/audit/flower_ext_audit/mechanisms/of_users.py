@@ -1,7 +1,5 @@
 """Mechanisms whose unit is a user with records in several silos."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpNaive, UldpSgd

@@ -1,7 +1,5 @@
 """Plans, strategies and scores that experiments of several kinds of mechanisms share."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """``flower-ext link``: give people the same number in every silo; see `linkage`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial

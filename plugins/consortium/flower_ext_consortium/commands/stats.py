@@ -1,7 +1,5 @@
 """``flower-ext stats``: release statistics of an app's data, and print them."""
 
-from __future__ import annotations
-
 import csv
 import math
 from pathlib import Path

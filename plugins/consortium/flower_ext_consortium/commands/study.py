@@ -30,8 +30,6 @@ A study is a TOML file::
     settings = { epsilon = 1.0 }
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

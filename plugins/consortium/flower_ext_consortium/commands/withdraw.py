@@ -1,7 +1,5 @@
 """``flower-ext withdraw``: withdraw a person or a client from a study, with a signed statement."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import suppress

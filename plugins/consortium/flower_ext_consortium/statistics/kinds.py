@@ -5,8 +5,6 @@ record's vector has a one in the record's cell and zeros elsewhere, so its norm 
 count a record once on each level of a tree.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache

@@ -15,8 +15,6 @@ text                                  statistic
 Semicolons separate several statistics.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 

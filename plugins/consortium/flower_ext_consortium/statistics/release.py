@@ -14,8 +14,6 @@ method.
   records instead of people, give every record a different user number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial

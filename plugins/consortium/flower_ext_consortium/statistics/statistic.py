@@ -10,8 +10,6 @@ draws the noise again many times and measures how far the estimate moves. This w
 ratios and curves alike.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
