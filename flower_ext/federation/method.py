@@ -1,7 +1,7 @@
 """The base of federated methods: what clients train, and the step of the server.
 
-A `Method` is frozen and has no code about messages or files: it takes and returns arrays by name.
-(`Hosted` alone makes messages, because it passes them to a strategy of Flower.) Only its `State`
+A `Method` is frozen, and makes no messages or files: it takes and returns arrays by name. (`Hosted`
+alone makes messages, because it passes them to a strategy of Flower.) Only its `State`
 changes between rounds: `step` takes it, and returns the next one. Checkpoints, resumed runs and
 `Upcycled` therefore treat every method alike.
 """
@@ -163,9 +163,9 @@ class Method(Checked):
     bounds_units: ClassVar[bool] = False
     """True if an upload adds up one part for each privacy unit, and the client bounds each part."""
     weighs_updates: ClassVar[bool] = False
-    """True if `step` weights clients by a rule of the method.
+    """True if the method determines the weights of clients, such as equal ones.
 
-    The method then refuses a plan that weights them by their numbers of examples.
+    It then refuses a plan that weights them by their numbers of examples.
     """
     needs_each_update: ClassVar[bool] = False
     """True if `step` needs every single update, which a `ReleasePlan` hides. If False, the server

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from flower_ext.federation.messages.records import Arrays
+from flower_ext.errors import InvalidValue
+from flower_ext.federation.messages.records import Arrays, is_reserved
 from flower_ext.privacy import FullParticipation, Sampling
 from flower_ext.privacy.accounting.participations import Participations
 
@@ -35,6 +36,11 @@ class Cohort:
     requests : Mapping[int, Mapping[str, Mapping[str, ndarray]]]
         By partition, the groups of arrays that only this client receives. Each group becomes a
         record of the message, under the group's name.
+
+    Raises
+    ------
+    InvalidValue
+        A group has the name of another record of a message.
     """
 
     partitions: Sequence[int]
@@ -43,6 +49,14 @@ class Cohort:
     norms: Mapping[int, float] = field(default_factory=dict)
     models: Mapping[int, Arrays] = field(default_factory=dict)
     requests: Mapping[int, Mapping[str, Arrays]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = {name for groups in self.requests.values() for name in groups}
+        if taken := sorted(name for name in names if is_reserved(name)):
+            raise InvalidValue(
+                f"requests of a Cohort: expected names other than {taken}, because messages have "
+                "records of these names"
+            )
 
 
 class Population:
@@ -86,19 +100,19 @@ class Population:
         staying = [partition for partition in cohort.partitions if partition not in withdrawn]
         return replace(cohort, partitions=staying)
 
-    def count(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
-        """Count a round: its units, its number of usable uploads, and its number of requests."""
-        self.participations.record(units, uploads, requests=requests)
+    def count(self, units: Sequence[int], uploads: int, *, needed: int) -> None:
+        """Count a round: its units, and how many uploads are usable and needed (`UploadCounts`)."""
+        self.participations.record(units, uploads, needed=needed)
 
     def after(self, cohort: Cohort) -> Participations:
         """Return the participations after a round in which every client of a cohort answers."""
         ahead, size = deepcopy(self), len(cohort.partitions)
-        ahead.count(cohort.units, size, requests=size)
+        ahead.count(cohort.units, size, needed=size)
         return ahead.participations
 
-    def count_abandoned(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
+    def count_abandoned(self, units: Sequence[int], uploads: int, *, needed: int) -> None:
         """Count a round that was never finished, because clients may already have uploaded."""
-        self.count(units, uploads, requests=requests)
+        self.count(units, uploads, needed=needed)
 
     def forget_order(self) -> None:
         """Adjust the counts to a new secret order of silos' users; by default, change nothing."""
@@ -158,19 +172,19 @@ class HiddenUsers(UsersInSilos):
         """Return the whole cohort: only silos know the order, so they leave out withdrawn users."""
         return cohort
 
-    def count(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
+    def count(self, units: Sequence[int], uploads: int, *, needed: int) -> None:
         """Count a round with an upload of every silo, because a weighted sum needs all uploads.
 
         If the silos draw the users, ε depends on the number of rounds, and not on any uploads.
         """
-        super().count(units, self.num_nodes, requests=self.num_nodes)
+        super().count(units, self.num_nodes, needed=self.num_nodes)
 
-    def count_abandoned(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
+    def count_abandoned(self, units: Sequence[int], uploads: int, *, needed: int) -> None:
         """Count the round as if all users took part, because nobody knows who did any more."""
         # The silos' order of the users is lost. Nobody knows to which user a count belongs, so give
         # all users the same count, before and after.
         self.forget_order()
-        self.count(units, uploads, requests=requests)
+        self.count(units, uploads, needed=needed)
         self.forget_order()
 
     def forget_order(self) -> None:

@@ -1,7 +1,7 @@
 """Run any method of this package as a Flower strategy.
 
-A `FederatedStrategy` has a method, a plan, a sum and a run. All code on which a guarantee depends
-is in `round` and `query_round`, and is the same for every method.
+A `FederatedStrategy` has a method, a plan, a sum and a run. The server's rounds are in
+`server.round` and `server.query_round`, and are the same for every method.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -16,7 +16,7 @@ class MethodTraits:
     bounds_units: bool = False
     """True if a client's upload is a sum over units, and the method bounds each unit's part."""
     weighs_updates: bool = False
-    """True if the server's step weights the updates by a rule of the method's own."""
+    """True if the method determines the weights of clients, such as equal ones."""
     needs_each_update: bool = False
     """True if the server needs every single update, not only the noised sum of all updates."""
     keeps_memory: bool = False

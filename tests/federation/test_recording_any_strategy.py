@@ -1,6 +1,7 @@
 """One line gives a strategy in any ServerApp a run directory, from which the run can be resumed."""
 
 import json
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp.strategy import FedAvg, FedAvgM
 from safetensors.numpy import load_file
 
@@ -145,6 +146,28 @@ def test_another_run_under_the_same_name_is_refused_by_what_differs(tmp_path, ch
     with pytest.raises(UnfitSetting, match=f"cannot continue with different settings: .*{named}"):
         play(tmp_path / "run", **changes)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnDelta(DPFedAvg):
+    """A method with a field that has the name of the plan's δ."""
+
+    delta: float = 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"plan": plan(delta=1e-3)}, r"\bdelta=0\.001"),
+        ({"delta": 0.9}, r"method-delta=0\.9"),
+        ({"disclosures": ()}, r"disclosures=None"),
+    ],
+)
+def test_no_term_hides_another_of_its_name(tmp_path, changes, named):
+    terms = {"method": OwnDelta, "disclosures": ["a pilot run"]}
+    play(tmp_path / "run", dies_in=2, **terms)
+    with pytest.raises(UnfitSetting, match=named):
+        play(tmp_path / "run", **{**terms, **changes})
 
 
 class Decaying(Upcycled):
@@ -293,6 +316,18 @@ def test_a_strategy_is_recorded_once(tmp_path):
     strategy.start(grid, initial, num_rounds=1)
     with pytest.raises(InvalidValue, match="has not run yet; create a new one"):
         recorded(strategy, tmp_path / "other").start(grid, initial)
+
+
+def test_no_recording_begins_after_a_release_outside_any_round(tmp_path):
+    grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=CLIENTS)
+    initial = ArrayRecord(task().initial_params(0))
+    asked = FederatedStrategy(DPFedAvg(), plan(), timeout=5.0)
+    asked.configure_train(1, initial, ConfigRecord(), grid)
+    answered = FederatedStrategy(DPFedAvg(), plan(), timeout=5.0)
+    answered.participations.record_answer("labels", [0], in_sum=1.0, in_upload=1.0)
+    for number, strategy in enumerate((asked, answered)):
+        with pytest.raises(InvalidValue, match="has not run yet; create a new one"):
+            recorded(strategy, tmp_path / str(number)).start(grid, initial)
 
 
 def test_the_path_is_known_before_round_one_and_may_be_text(tmp_path):

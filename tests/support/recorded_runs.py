@@ -29,12 +29,13 @@ def play(
     callbacks: Sequence = (),
     wrap=lambda strategy: strategy,
     model=None,
+    method=DPFedAvg,
     **options,
 ):
     """Start a run once; return its directory, strategy and result (None if the run dies)."""
     settings = {"plan": plan(), "local": LocalTraining(epochs=1), "timeout": 5.0, **options}
-    strategy = strategy_of(DPFedAvg, **settings)
-    grid = DyingGrid(DPFedAvg.client_app(task(), allow_seeded_noise=True), CLIENTS, {})
+    strategy = strategy_of(method, **settings)
+    grid = DyingGrid(method.client_app(task(), allow_seeded_noise=True), CLIENTS, {})
     grid.dies_in, grid.at = dies_in, at
     start = recorded(wrap(strategy), name, callbacks=callbacks)
     initial = ArrayRecord(model or task().initial_params(0))

@@ -40,7 +40,8 @@ class NodePolicy:
       standard deviation, in clipping norms, of the noise that the client itself adds: to its
       upload, or under `ClipSteps` and in a method's DP-SGD to the sum of each step. The client also
       refuses noise that is not Gaussian, such as objective perturbation, because such noise has no
-      noise multiplier. The limit covers queries, but not evaluations in the clear.
+      noise multiplier. The limit covers queries, but neither evaluations in the
+      clear nor answers to questions, such as how many records each user has.
     * ``require-secure-sum=true``: the client sends values that depend on its data only in secure
       sums.
     * ``keep-memory=true``: the client refuses if the server asks it to delete what it remembers.

@@ -6,6 +6,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation._flower_private import record_of
+from flower_ext.federation.messages.records import ADDRESS
 
 PARTITION = "partition-id"
 """Key, in the node config, of the node's number among all nodes, from 0."""
@@ -15,7 +16,6 @@ IDENTITY_RECORD = "identity"
 """Record of the answer to the question `IDENTITY`."""
 NO_PARTITION = str(None)
 """Answer of a node without a partition in its node config."""
-_ADDRESS = "address"
 
 
 def identity(node_config: Mapping[str, object]) -> RecordDict:
@@ -28,7 +28,7 @@ def identity(node_config: Mapping[str, object]) -> RecordDict:
 def addressed(content: RecordDict, partition: int) -> RecordDict:
     """Return a message's content with the receiver's partition added (see `check_addressee`)."""
     address = ConfigRecord({"partition": partition})
-    return record_of(RecordDict, {**content, _ADDRESS: address})
+    return record_of(RecordDict, {**content, ADDRESS: address})
 
 
 def check_addressee(message: Message, context: Context) -> None:
@@ -37,7 +37,7 @@ def check_addressee(message: Message, context: Context) -> None:
     Flower identifies a restarted SuperNode by its key, even if its node config changed. Without
     this check, two nodes could train on the data of one client, which the accounting counts once.
     """
-    if not isinstance(address := message.content.get(_ADDRESS), ConfigRecord):
+    if not isinstance(address := message.content.get(ADDRESS), ConfigRecord):
         return
     if address["partition"] != (partition := partition_of(context.node_config)):
         raise InvalidValue.tellable(

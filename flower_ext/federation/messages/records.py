@@ -53,7 +53,9 @@ TRAINING = "training."
 """Prefix of the records that carry one ``LocalTraining`` each."""
 SUM = "sum."
 """Prefix of the record with the server's message for a sum (see `ClientSum.name`)."""
-_RESERVED = frozenset({MODEL, ROUND, SETTINGS, CONFIG, QUERY})
+ADDRESS = "address"
+"""Record of the partition that a message is for (see `addresses.check_addressee`)."""
+_RESERVED = frozenset({MODEL, ROUND, SETTINGS, CONFIG, QUERY, ADDRESS})
 
 
 class UnsentArray(Array):

@@ -1,6 +1,6 @@
 """One round that releases a mean: open the sum, ask clients, read and add up their answers.
 
-Training rounds and evaluations under noise are such rounds. A `TrainingRound` asks a cohort to
+Training rounds and queries are such rounds. A `TrainingRound` asks a cohort to
 train, and the server's step moves the model by the mean. Rounds of other kinds are in
 `query_round`.
 """
@@ -211,7 +211,7 @@ class TrainingRound:
         cohort, contents = self.cohort, self._contents(config, protection)
         counts = self._round.sum.upload_counts()
         begun = BegunRound(
-            training_round, [*cohort.units], requests=counts.needed, uploads=counts.honest
+            training_round, [*cohort.units], needed=counts.needed, uploads=counts.honest
         )
         run.checkpoints.begin(begun)
         run.progress.row["cohort"] = len(cohort.partitions)
@@ -297,7 +297,7 @@ class TrainingRound:
         # Write to disk before the step, because a killed server may have released this round's
         # mean.
         run.checkpoints.finish(counts.honest)
-        run.population.count(self.cohort.units, counts.honest, requests=counts.needed)
+        run.population.count(self.cohort.units, counts.honest, needed=counts.needed)
         run.progress.row |= {"answered": answered, **self._round.sum.measures}
         run.ever_answered |= answered > 0
         if norms := [each["update-norm"] for each in metrics.values() if "update-norm" in each]:

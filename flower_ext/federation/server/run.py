@@ -164,7 +164,8 @@ class Run:
                 f"directory={str(other.path)!r}: the strategy already writes to this directory; "
                 "create the strategy without the option directory="
             )
-        if self.participations.rounds:
+        has_answers = self.participations.answers.total() > 0
+        if self.participations.rounds or has_answers or self.checkpoints.open is not None:
             raise InvalidValue(
                 f"strategy={self.method.name}: expected a strategy that has not run yet; create a "
                 "new one for a new run"
@@ -299,8 +300,8 @@ class Run:
 
     def count_abandoned(self, begun: BegunRound) -> None:
         """Count a round that the server began and never finished: clients may have uploaded."""
-        most_uploads = begun.requests if begun.uploads is None else begun.uploads
-        self.population.count_abandoned(begun.units, most_uploads, requests=begun.requests)
+        most_uploads = begun.needed if begun.uploads is None else begun.uploads
+        self.population.count_abandoned(begun.units, most_uploads, needed=begun.needed)
 
     def count_unnoted(self) -> None:
         """Count a round whose noise is on disk but which ``begun.jsonl`` does not record."""
@@ -310,7 +311,7 @@ class Run:
         if stream is not None and stream.has_unnoted(self.participations.rounds):
             drawn = self.population.draw(secure_generator())
             size = len(drawn.partitions)
-            self.population.count_abandoned(drawn.units, size, requests=size)
+            self.population.count_abandoned(drawn.units, size, needed=size)
 
     def save(self, server_round: int, model: records.Arrays) -> None:
         """Write a checkpoint after a round: everything that changes between two rounds."""

@@ -93,6 +93,8 @@ def not_covered(run: Run) -> list[str]:
         )
     if options.diagnostics:
         texts.append("norms of updates before clipping (diagnostics=False turns this off)")
+    if run.clients.roster.foreign and run.mechanism.delta is not None:
+        texts.append("whether the training of up to three clients failed in the rehearsal")
     return [*texts, *run.spending.disclosures, *run.method.disclosures(run.summation)]
 
 

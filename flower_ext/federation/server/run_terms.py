@@ -27,24 +27,24 @@ def terms_of(run: Run, player: Strategy) -> dict[str, Any]:
         elif not method.any_client_app or value != LocalTraining():
             of_method[f"training-{name}"] = value
     # Joined by hyphens: the names of a wrapper, of the method and of a strategy in `Hosted`.
-    wrappers, of_wrappers = list[str](), dict[str, Any]()
+    wrappers, of_wrapper = list[str](), dict[str, Any]()
     while hasattr(player, "base"):
         wrappers.append(type(player).__name__)
         public = {name: value for name, value in vars(player).items() if name[0] != "_"}
         player = public.pop("base")
-        of_wrappers |= public
-    incidental = ("timeout", "state_key_file")
+        of_wrapper |= public
     terms = {
         "method": "-".join(dict.fromkeys([*wrappers, method.name])),
         "plan": type(run.plan).__name__,
         "planned-rounds": plan.pop("rounds", 0),
-        **plan,
         "sum": run.summation.describe() or type(run.summation).__name__,
-        **of_method,
-        **{n: value for n, value in _fields(run.options).items() if n not in incidental},
+        "disclosures": run.spending.disclosures,
+        **{n: v for n, v in _fields(run.options).items() if n not in ("timeout", "state_key_file")},
         "seed": run.options.seed or 0,
-        **of_wrappers,
     }
+    for owner, values in (("plan", plan), ("method", of_method), ("wrapper", of_wrapper)):
+        for name, value in values.items():
+            terms[name if name not in terms else f"{owner}-{name}"] = value
     settings = {name.replace("_", "-"): _plain(value) for name, value in terms.items()}
     return {name: value for name, value in settings.items() if value != ""}
 

@@ -36,14 +36,14 @@ QUERY = "query"
 class BegunRound:
     """A training round that the server began: its number, and the units whose data it uses.
 
-    ``requests`` is how many uploads carry all the noise of the plan (`UploadCounts.needed`).
+    ``needed`` is how many uploads carry all the noise of the plan (`UploadCounts.needed`).
     ``uploads`` is how many uploads of honest clients are in the sum (`UploadCounts.honest`), or
     None as long as this is unknown.
     """
 
     training_round: int
     units: Sequence[int]
-    requests: int
+    needed: int
     uploads: int | None = None
 
 
@@ -73,7 +73,7 @@ class Checkpoints:
         self._note(
             training=begun.training_round,
             units=begun.units,
-            requests=begun.requests,
+            needed=begun.needed,
             uploads=begun.uploads,
         )
         if self.directory is not None:

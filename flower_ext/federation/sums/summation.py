@@ -141,7 +141,8 @@ class Summation(ABC):
     """
 
     secure_sum: str | None = None
-    """Assumption under which the server sees no single contribution; None if it sees them all."""
+    """Assumption under which the server sees no single contribution. It is None if the server sees
+    them all, or if the mechanism states the assumption, as for a `MaskedSum`."""
     hidden_draw: str | None = None
     """Assumption under which no party knows the drawn units; None if the server draws."""
     repeats: bool = True

@@ -31,28 +31,29 @@ class Participations(JsonRecord):
     weights_in_sums: dict[int, float] = field(default_factory=dict)
     weights_in_uploads: dict[int, float] = field(default_factory=dict)
 
-    def record(self, cohort: Sequence[int], answered: int, *, requests: int | None = None) -> None:
+    def record(self, cohort: Sequence[int], answered: int, *, needed: int | None = None) -> None:
         """Count one round, which used the data of the units in ``cohort``.
 
-        ``requests`` is the number of uploads that the server requested, by default one from each
-        unit. ``answered`` is the number of uploads in the sum. If each client adds a share of the
-        noise, a single upload has 1/``requests`` of the variance that the plan requires, and the
-        sum has ``answered``/``requests`` of this variance. An adversary may also see uploads that
-        the server refused or that came too late, so every requested upload counts as seen.
+        ``needed`` is the number of uploads that together carry all the noise of the plan, by
+        default one from each unit. ``answered`` is the number of uploads in the sum. If each client
+        adds a share of the noise, a single upload has 1/``needed`` of the variance that the plan
+        requires, and the sum has ``answered``/``needed`` of this variance. An adversary may also
+        see uploads that the server refused or that came too late, so every upload that was asked
+        for counts as seen.
         """
-        requests = len(cohort) if requests is None else requests
-        if not 0 <= answered <= requests:
+        needed = len(cohort) if needed is None else needed
+        if not 0 <= answered <= needed:
             raise InvalidValue(
-                f"answered={answered!r}: expected a number from 0 to requests={requests}"
+                f"answered={answered!r}: expected a number from 0 to needed={needed}"
             )
         self.rounds += 1
         self.uploads.update(cohort)
         self.newest.update(dict.fromkeys(cohort, self.rounds))
         for unit in cohort:
-            # An upload has 1/requests of the noise's variance, so it has the weight ``requests``.
-            _add(self.weights_in_uploads, unit, requests)
+            # An upload has 1/needed of the noise's variance, so it has the weight ``needed``.
+            _add(self.weights_in_uploads, unit, needed)
             if answered > 0:  # without an answer there is no sum to see
-                _add(self.weights_in_sums, unit, requests / answered)
+                _add(self.weights_in_sums, unit, needed / answered)
 
     def record_answer(
         self, query: str, units: Iterable[int], *, in_sum: float, in_upload: float

@@ -249,7 +249,7 @@ def _guarantees(strategy: FederatedStrategy, rounds: int) -> list[Guarantee]:
     while ahead.participations.rounds < rounds:
         cohort = ahead.draw(generator)
         size = len(cohort.partitions)
-        ahead.count(cohort.units, size, requests=size)
+        ahead.count(cohort.units, size, needed=size)
     for sums in run.query_sums:
         while ahead.participations.answers[sums.query.name] < sums.query.times:
             sums.count_answer(ahead.participations)

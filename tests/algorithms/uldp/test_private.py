@@ -221,7 +221,7 @@ def test_drawing_that_the_server_does_not_see_amplifies_against_it_as_well(proto
     for name, options in (("known", protocol), ("hidden", replace(protocol, draw_choices=5))):
         loud = {"noise_multiplier": 5.0}
         strategy = make(protocol=options, sampling=PoissonSampling(USERS, 0.4), plan=loud)
-        strategy.participations.record(range(USERS), SILOS, requests=SILOS)
+        strategy.participations.record(range(USERS), SILOS, needed=SILOS)
         views[name] = {g.view: g for g in strategy.guarantees() if g.basis == "provable"}
     known, hidden = views["known"], views["hidden"]
     models, sums = AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY

@@ -210,7 +210,7 @@ def test_steps_of_the_encoding_are_at_most_a_quarter_of_silo_noise(users, silos)
 )
 def test_guarantees_name_the_totals_that_no_silo_can_check(changes, assumed):
     strategy = make(protocol=replace(SMALL, **changes))
-    strategy.participations.record(range(USERS), SILOS, requests=SILOS)
+    strategy.participations.record(range(USERS), SILOS, needed=SILOS)
     guarantees = [g for g in strategy.guarantees() if g.basis == "provable"]
     assert len(guarantees) == 3
     for guarantee in guarantees:

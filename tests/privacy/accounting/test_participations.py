@@ -47,12 +47,12 @@ def test_more_answers_than_were_asked_for_are_refused():
 
 def test_units_that_are_not_the_uploaders_take_part_in_each_upload():
     seen = Participations()
-    seen.record([4, 7, 9], answered=2, requests=3)
-    seen.record([7], answered=3, requests=3)
+    seen.record([4, 7, 9], answered=2, needed=3)
+    seen.record([7], answered=3, needed=3)
     assert seen.uploads == {4: 1, 7: 2, 9: 1}
     assert (seen.in_sums, seen.in_uploads) == (1.5 + 1.0, 6.0)
-    with pytest.raises(ValueError, match="answered=4: expected a number from 0 to requests=3"):
-        seen.record([4], answered=4, requests=3)
+    with pytest.raises(ValueError, match="answered=4: expected a number from 0 to needed=3"):
+        seen.record([4], answered=4, needed=3)
 
 
 def test_clients_of_unknown_identity_all_count_as_the_most_exposed():
@@ -62,7 +62,7 @@ def test_clients_of_unknown_identity_all_count_as_the_most_exposed():
     seen.record([0, 1, 2], answered=1)
     for _ in range(2):
         seen.record([1], answered=1)
-    seen.record([3, 4], answered=0, requests=9)
+    seen.record([3, 4], answered=0, needed=9)
     exposed = seen.in_sums, seen.in_uploads
     seen.level(range(6))
     assert (seen.in_sums, seen.in_uploads, seen.rounds) == (*exposed, 4)
@@ -79,7 +79,7 @@ def test_clients_of_unknown_identity_all_count_as_the_most_exposed():
 def test_stored_participations_continue_to_count_as_if_never_stored():
     seen = Participations()
     seen.record([0, 1], answered=1)
-    seen.record([1, 2], answered=0, requests=5)
+    seen.record([1, 2], answered=0, needed=5)
     again = Participations.from_dict(json.loads(json.dumps(seen.to_dict())))
     for one in (seen, again):
         one.record([2, 1], answered=2)

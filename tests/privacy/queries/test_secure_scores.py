@@ -129,7 +129,7 @@ def test_rounds_and_evaluations_together_keep_to_the_target(sampling):
     assert planned.noise_multiplier > alone.noise_multiplier
     mechanism, done = planned.mechanism(), Participations()
     for _ in range(20):
-        done.record(range(10), 9, requests=10)
+        done.record(range(10), 9, needed=10)
     for _ in range(4):
         mechanism.query_sums[0].count_answer(done)
     epsilon = privacy_loss_of(mechanism.releases(done), delta=1e-3).epsilon
@@ -177,7 +177,7 @@ def test_each_adversary_pays_for_evaluations_by_the_noise_that_it_sees():
     """90 of 100 answers make up the noise of a sum, 80 of them honest."""
     mechanism, done = plan().mechanism(), Participations()
     for _ in range(3):
-        done.record(range(100), 80, requests=90)
+        done.record(range(100), 80, needed=90)
     for _ in range(4):
         mechanism.query_sums[0].count_answer(done)
     guarantees = by_view(mechanism, done)
