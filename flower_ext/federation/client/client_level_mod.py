@@ -29,8 +29,8 @@ does not improve, read the nodes' logs.
 
 Before the first round the server rehearses: it asks up to three clients in turn, until one can
 train. In a rehearsal the mod sends an update of zeros if training succeeded, and an error if it
-failed. The guarantee does not cover this answer. A node with ``require-secure-sum=true`` does not
-train in a rehearsal, and always reports success.
+failed. The guarantee does not cover this answer. A node with ``require-secure-sum=true``, or with a
+``least-noise-multiplier`` above 0, does not train in a rehearsal, and always reports success.
 """
 
 import numpy as np
@@ -103,22 +103,48 @@ def _reply(
     if asks_identity(message):
         return Message(identity(context.node_config), reply_to=message)
     if is_rehearsal(message):
-        with isolated():
-            received = records.to_arrays(message.content.array_records[records.MODEL])
-            if not context.node_config.get("require-secure-sum"):
-                l2_norm(_update(call_next(_without_entries(message), context), received))
-        return Message(Update(_zeros(received), {}).content(), reply_to=message)
+        return _rehearsal_reply(message, context, call_next)
     with knowing_no_data():
-        content = message.content
-        sum_type, sum_message = sum_of(content, {MaskedMember.name: MaskedMember})
+        sum_type, sum_message = sum_of(message.content, {MaskedMember.name: MaskedMember})
         client_sum = sum_type(sum_message, context, _NAME)
-        if client_sum.name and records.MODEL not in content:
-            # The message belongs to the protocol of a masked sum, and asks for no training.
-            check_addressee(message, context)
-            answer = client_sum.answer(lambda: NO_DATA, may_simulate=False)
-            record = records.bytes_record(sum_message.step, answer)
-            return Message(RecordDict({records.ANSWER: record}), reply_to=message)
-        of_round, noise = _requested(message, context, sum_type, allow_seeded_noise)
+        if client_sum.name and records.MODEL not in message.content:
+            return _answer_for_sum(message, context, client_sum)
+    return _protected_reply(message, context, call_next, client_sum, allow_seeded_noise)
+
+
+def _rehearsal_reply(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Return an update of zeros; raise the error of a training that failed.
+
+    A rehearsal adds no noise, so its outcome reveals something about the client's data. If the
+    node's owner requires secure sums or a least noise, the ClientApp does not train.
+    """
+    with isolated():
+        received = records.to_arrays(message.content.array_records[records.MODEL])
+        limits = context.node_config
+        least_noise = float(limits.get("least-noise-multiplier", 0.0))
+        if least_noise == 0 and not limits.get("require-secure-sum"):
+            l2_norm(_update(call_next(_without_entries(message), context), received))
+    return Message(Update(_zeros(received), {}).content(), reply_to=message)
+
+
+def _answer_for_sum(message: Message, context: Context, client_sum: ClientSum) -> Message:
+    """Answer a message of a masked sum's protocol, which asks for no training."""
+    check_addressee(message, context)
+    answer = client_sum.answer(lambda: NO_DATA, may_simulate=False)
+    record = records.bytes_record(client_sum.message.step, answer)
+    return Message(RecordDict({records.ANSWER: record}), reply_to=message)
+
+
+def _protected_reply(
+    message: Message,
+    context: Context,
+    call_next: ClientAppCallable,
+    client_sum: ClientSum,
+    allow_seeded_noise: bool,
+) -> Message | None:
+    """Train, and return the protected update; None if the server adds the noise."""
+    with knowing_no_data():
+        of_round, noise = _requested(message, context, type(client_sum), allow_seeded_noise)
         protection = of_round.protection
         client_sum.check(protection)
         received = records.to_arrays(message.content.array_records[records.MODEL])

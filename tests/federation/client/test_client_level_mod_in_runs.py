@@ -29,6 +29,7 @@ from flower_ext.federation import (
     client_level_dp_mod,
 )
 from flower_ext.federation.messages import records
+from flower_ext.federation.messages.for_mods import FOR_MODS, REHEARSAL
 from flower_ext.federation.sums.masked import BEGIN, KEYS, SENT, UNMASK
 from flower_ext.privacy import (
     AdaptiveClipping,
@@ -324,6 +325,36 @@ def test_a_node_that_requires_secure_sums_trains_in_no_rehearsal():
     _, strategy, _ = run(None, strategy, grid=grid)
     assert strategy.refusals == []
     assert len(rounds) == 2 * CLIENTS
+
+
+def rehearsed(limits, train=moved) -> Message:
+    """Return a client's answer to a rehearsal, where the node's owner set ``limits``."""
+    grid = InProcessGrid(foreign_app(train), num_clients=1)
+    ((node, context),) = grid.contexts.items()
+    context.node_config |= limits
+    entries = ConfigRecord({f"{FOR_MODS}{REHEARSAL}": True})
+    content = RecordDict({records.MODEL: start(), records.CONFIG: entries})
+    (reply,) = grid.send_and_receive([Message(content, dst_node_id=node, message_type="train")])
+    return reply
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"least-noise-multiplier": 0.1}, {"least-noise-multiplier": 1}, {"require-secure-sum": True}],
+)
+def test_a_rehearsal_tells_nothing_where_the_owner_limits_what_leaves(limits):
+    trained = []
+
+    def train(received, partition):
+        trained.append(partition)
+        raise ValueError(SECRET)
+
+    assert rehearsed({"least-noise-multiplier": 0.0}, train).has_error()
+    assert trained == [0]
+    reply = rehearsed(limits, train)
+    assert trained == [0]
+    assert is_zero(reply.content[records.UPDATE])
+    assert set(reply.content) == {records.UPDATE}
 
 
 def test_a_share_of_a_sums_noise_never_leaves_without_masks():
