@@ -92,16 +92,16 @@ class LastDiffers(InProcessGrid):
 
     simulates_nodes = False
 
-    def _answer_here(self, messages):
+    def _answer_in_process(self, messages):
         last = max(self.contexts)
         others = InProcessGrid(DPFedAvg.client_app(task(other)), num_clients=CLIENTS)
         return [
             reply
             for message in messages
             for reply in (
-                others._answer_here([message])
+                others._answer_in_process([message])
                 if message.metadata.dst_node_id == last
-                else super(LastDiffers, self)._answer_here([message])
+                else super(LastDiffers, self)._answer_in_process([message])
             )
         ]
 

@@ -540,13 +540,13 @@ def test_a_foreign_client_app_gets_the_records_of_flowers_strategy():
     seen = {"train": [], "evaluate": []}
 
     class Reading(InProcessGrid):
-        def _answer_here(self, messages):
+        def _answer_in_process(self, messages):
             for message in messages:
                 kind = message.metadata.message_type
                 if kind in seen:
                     config = message.content["config"].items()
                     seen[kind].append({n: v for n, v in config if not n.startswith(FOR_MODS)})
-            return super()._answer_here(messages)
+            return super()._answer_in_process(messages)
 
     config = ConfigRecord({"lr": 0.1})
     FederatedStrategy(DPFedAvg(), NonPrivatePlan(sampling=FullParticipation(CLIENTS))).start(
@@ -706,9 +706,9 @@ def test_a_simulated_foreign_client_app_is_asked_for_its_partition_once():
     requests = []
 
     class Counting(InProcessGrid):
-        def _answer_here(self, messages):
+        def _answer_in_process(self, messages):
             requests.extend(message.metadata.message_type for message in messages)
-            return super()._answer_here(messages)
+            return super()._answer_in_process(messages)
 
     grid = Counting(foreign_app(), num_clients=CLIENTS)
     without = NonPrivatePlan(sampling=FullParticipation(CLIENTS))

@@ -87,12 +87,12 @@ class Counting(InProcessGrid):
 
     trainings = 0
 
-    def _answer_here(self, messages):
+    def _answer_in_process(self, messages):
         self.trainings += sum(
             message.metadata.message_type.startswith("train") and "arrays" in message.content
             for message in messages
         )
-        return super()._answer_here(messages)
+        return super()._answer_in_process(messages)
 
 
 def run(strategy, problem, nodes, arrays=None):

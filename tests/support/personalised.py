@@ -57,8 +57,8 @@ def uneven_task(model: type[nn.Module] = Net) -> Task:
 class OneByOne(InProcessGrid):
     """A grid whose clients answer one by one, as on separate nodes."""
 
-    def _answer_here(self, messages):
-        return [super(OneByOne, self)._answer_here([message])[0] for message in messages]
+    def _answer_in_process(self, messages):
+        return [super(OneByOne, self)._answer_in_process([message])[0] for message in messages]
 
 
 def run(method, plan=BY_EXAMPLES, *, task=None, grid=InProcessGrid, rounds=ROUNDS, **options):

@@ -94,7 +94,7 @@ class Meddler(InProcessGrid):
 class FreshProcesses(InProcessGrid):
     """Every message reaches a new process, which knows the stored context alone."""
 
-    def _answer_here(self, messages):
+    def _answer_in_process(self, messages):
         replies = []
         for message in messages:
             context = self.contexts[message.metadata.dst_node_id]
@@ -102,7 +102,7 @@ class FreshProcesses(InProcessGrid):
             context.state = RecordDict()
             if stored is not None:
                 vault(self, context.node_id - 1_000).store(bytes(stored))
-            replies += super()._answer_here([message])
+            replies += super()._answer_in_process([message])
         return replies
 
 

@@ -40,9 +40,9 @@ from flower_ext.algorithms.uldp.weights import (
     RATE,
     USER_WEIGHTS,
     check_weights,
-    read_weights,
     user_weights,
     users_groups,
+    weights_of_round,
 )
 from flower_ext.data import Examples
 from flower_ext.data.users import owned
@@ -95,7 +95,7 @@ def users_of_round(work: ClientWork) -> tuple[dict[int, Examples], UsersTotal]:
     data = owned(work.data, num_users)
     total: UsersTotal
     if work.hidden_sum is None:
-        total = WeightedTotal(work.received, protection, read_weights(work).tolist())
+        total = WeightedTotal(work.received, protection, weights_of_round(work).tolist())
     else:
         total = work.hidden_sum(num_users, protection.clipping_norm)
     users = {user: records for user, records in data.by_user().items() if total.includes(user)}

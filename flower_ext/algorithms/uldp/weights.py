@@ -27,7 +27,9 @@ NUM_USERS = "num-users"
 USER_WEIGHTS = "user-weights"
 """Name of the group with a round's users and their weights in one silo."""
 SAMPLED = "sampled"
+"""Name of the array in this group with a bit per user, set if the user takes part."""
 WEIGHTS = "weights"
+"""Name of the array in this group with a weight for each user that takes part."""
 RATE = "user-sampling-rate"
 """Name of the setting with q, if the silos draw the users; missing if the server draws them."""
 DISCLOSURES: Mapping[Weighting, Sequence[str]] = {
@@ -94,11 +96,11 @@ def users_groups(weights: np.ndarray, users: Sequence[int], num_users: int) -> l
     return [{SAMPLED: bits, WEIGHTS: row} for row in weights]
 
 
-def read_weights(work: ClientWork) -> np.ndarray:
-    """Return the weight of each user in this silo, of shape (users,).
+def weights_of_round(work: ClientWork) -> np.ndarray:
+    """Return the weight of each user in this silo in a round, of shape (users,).
 
-    The weight of a user that does not take part in this round is 0. If the silos draw the users, a
-    round for which this silo has already drawn raises a `ProtocolError`.
+    The weight of a user that does not take part is 0. If the silos draw the users, this function
+    draws them. A round for which this silo has already drawn then raises a `ProtocolError`.
     """
     with knowing_no_data():
         num_users, sent = int(work.settings[NUM_USERS]), work.state[USER_WEIGHTS]

@@ -84,7 +84,7 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         try:
-            reply = _reply(message, context, call_next, allow_seeded_noise)
+            reply = _reply(message, NodePolicy(context, allow_seeded_noise), call_next)
         except Exception as error:
             return failed(mod, message, context, error)
         return call_next(message, context) if reply is None else reply
@@ -92,24 +92,21 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
     return mod
 
 
-def _reply(
-    message: Message, context: Context, call_next: ClientAppCallable, allow_seeded_noise: bool
-) -> Message | None:
+def _reply(message: Message, policy: NodePolicy, call_next: ClientAppCallable) -> Message | None:
     """Return the mod's reply to a message; None if the message passes through."""
     if message.metadata.message_type.partition(".")[0] != "train":
-        policy = NodePolicy(context, allow_seeded_noise=False)
         policy.require_secure_sum("an answer of this ClientApp", in_sum=False)
         return None
     if asks_identity(message):
-        return Message(identity(context.node_config), reply_to=message)
+        return Message(identity(policy.context.node_config), reply_to=message)
     if is_rehearsal(message):
-        return _rehearsal_reply(message, context, call_next)
+        return _rehearsal_reply(message, policy.context, call_next)
     with knowing_no_data():
         sum_type, sum_message = sum_of(message.content, {MaskedMember.name: MaskedMember})
-        client_sum = sum_type(sum_message, context, _NAME)
+        client_sum = sum_type(sum_message, policy.context, _NAME)
         if client_sum.name and records.MODEL not in message.content:
-            return _answer_for_sum(message, context, client_sum)
-    return _protected_reply(message, context, call_next, client_sum, allow_seeded_noise)
+            return _answer_for_sum(message, client_sum)
+    return _protected_reply(message, policy, call_next, client_sum)
 
 
 def _rehearsal_reply(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
@@ -127,24 +124,20 @@ def _rehearsal_reply(message: Message, context: Context, call_next: ClientAppCal
     return Message(Update(_zeros(received), {}).content(), reply_to=message)
 
 
-def _answer_for_sum(message: Message, context: Context, client_sum: ClientSum) -> Message:
+def _answer_for_sum(message: Message, client_sum: ClientSum) -> Message:
     """Answer a message of a masked sum's protocol, which asks for no training."""
-    check_addressee(message, context)
+    check_addressee(message, client_sum.context)
     answer = client_sum.answer(lambda: NO_DATA, may_simulate=False)
     record = records.bytes_record(client_sum.message.step, answer)
     return Message(RecordDict({records.ANSWER: record}), reply_to=message)
 
 
 def _protected_reply(
-    message: Message,
-    context: Context,
-    call_next: ClientAppCallable,
-    client_sum: ClientSum,
-    allow_seeded_noise: bool,
+    message: Message, policy: NodePolicy, call_next: ClientAppCallable, client_sum: ClientSum
 ) -> Message | None:
     """Train, and return the protected update; None if the server adds the noise."""
     with knowing_no_data():
-        of_round, noise = _requested(message, context, type(client_sum), allow_seeded_noise)
+        of_round, noise = _requested(message, policy, type(client_sum))
         protection = of_round.protection
         client_sum.check(protection)
         received = records.to_arrays(message.content.array_records[records.MODEL])
@@ -154,7 +147,7 @@ def _protected_reply(
     still = _zeros(received)
     try:
         with isolated():
-            update = _update(call_next(_without_entries(message), context), received)
+            update = _update(call_next(_without_entries(message), policy.context), received)
         norm = l2_norm(update)
     except Exception as error:  # a record may have caused any error
         log_hidden(error)
@@ -166,10 +159,10 @@ def _protected_reply(
 
 
 def _requested(
-    message: Message, context: Context, sum_type: type[ClientSum], allow_seeded_noise: bool
+    message: Message, policy: NodePolicy, sum_type: type[ClientSum]
 ) -> tuple[RoundEntries, NoiseSource]:
     """Return the round's entries, whose protection the mod can apply, and the source of noise."""
-    check_addressee(message, context)
+    check_addressee(message, policy.context)
     entries = entries_for_mods(message)
     of_round = RoundEntries.of(entries) if entries else RoundEntries(number=1, seed=0)
     protection = of_round.protection
@@ -182,8 +175,7 @@ def _requested(
             "strategy, another mod has removed the settings of the protection from the message: "
             "put client_level_dp_mod first in ClientApp(mods=...)"
         )
-    request = ClientRequest(round=of_round, sum_type=sum_type)
-    return of_round, NodePolicy(context, allow_seeded_noise).admit(request)
+    return of_round, policy.admit(ClientRequest(round=of_round, sum_type=sum_type))
 
 
 def _without_entries(message: Message) -> Message:

@@ -78,7 +78,7 @@ class InProcessGrid(ClientGrid):
             for partition, node in enumerate(range(first, first + num_clients))
         }
         self._memory_limit = memory_limit // max(1, workers)
-        self.workers = Workers(workers, self._answer_here, self.contexts)
+        self.workers = Workers(workers, self._answer_in_process, self.contexts)
 
     def set_run(self, run: Any) -> None:
         """Take part in ``run``; this process may then create its messages."""
@@ -127,15 +127,18 @@ class InProcessGrid(ClientGrid):
         parts = (messages[start : start + most] for start in range(0, len(messages), most))
         replies, errors = map(self._replies_to, parts), hidden_errors.total()
         first = next(replies, ())
-        return chain(first, chain.from_iterable(replies), self._judge_errors(messages, errors))
+        return self._judged(chain(first, chain.from_iterable(replies)), messages, errors)
 
-    def _judge_errors(self, messages: Sequence[Message], before: int) -> Iterator[Message]:
-        """Log an error, once per kind of message, if probably no client's answer holds a result.
+    def _judged(
+        self, replies: Iterable[Message], messages: Sequence[Message], before: int
+    ) -> Iterator[Message]:
+        """Yield the replies; then log an error if probably no client's answer holds a result.
 
-        The iterator has no items. The caller appends it to the replies, so it judges after the last
-        one. ``before`` is the number of errors that clients hid before these messages. The server
-        of a deployment must not learn this number. Here, one person runs server and clients.
+        Log it once per kind of message. ``before`` is the number of errors that clients hid before
+        these messages. The server of a deployment must not learn this number. Here, one person runs
+        server and clients.
         """
+        yield from replies
         kinds, errors = {m.metadata.message_type for m in messages}, hidden_errors.total()
         if kinds - self._failed and errors - before >= len(messages):
             self._failed |= kinds
@@ -144,7 +147,6 @@ class InProcessGrid(ClientGrid):
                 "see the clients' errors in the log above"
             )
             failures.log.error(text, len(messages), errors - before, *kinds)
-        yield from ()
 
     def _replies_to(self, messages: Sequence[Message]) -> Iterator[Message]:
         """Give messages their ids, as Flower's server does, and return the clients' replies."""
@@ -152,7 +154,7 @@ class InProcessGrid(ClientGrid):
             private.set_message_id(message, str(next(self._ids)))
         return self.workers.ask(messages)
 
-    def _answer_here(self, messages: Sequence[Message]) -> list[Message]:
+    def _answer_in_process(self, messages: Sequence[Message]) -> list[Message]:
         """Run clients in this process, the server's or a worker's, and return the replies."""
         contexts = [self.contexts[message.metadata.dst_node_id] for message in messages]
         return answer_all(self._app, messages, contexts, memory_limit=self._memory_limit)

@@ -186,7 +186,7 @@ class Workers:
         torch.seed()  # so that processes draw different numbers
         for other in (other_end, *(earlier.channel for earlier in self._others)):
             other.connection.close()  # else this process would never see the server's end close
-        channel.share(_has_gradients())
+        channel.write(_has_gradients())
         nodes: set[int] = set()
         while True:
             try:
@@ -200,10 +200,10 @@ class Workers:
             stateful = self._with_state(messages)
             nodes.update(stateful)
             try:
-                channel.share((answers, stateful, hidden_errors - before))
+                channel.write((answers, stateful, hidden_errors - before))
             except BrokenPipeError:  # the server's process has ended
                 return
-        channel.share({node: self._contexts[node].state for node in nodes})
+        channel.write({node: self._contexts[node].state for node in nodes})
 
 
 @dataclass
@@ -234,7 +234,7 @@ class _Worker:
     def receive(self) -> Any:
         """Return the next object that the process sends; raise `WorkerLost` if it has ended."""
         try:
-            return self.channel.shared()
+            return self.channel.read()
         except (EOFError, OSError) as error:
             raise self._lost() from error
 
@@ -272,15 +272,15 @@ class _Channel:
     def __init__(self, connection: Connection, memory: int) -> None:
         self.connection, self._memory = connection, memory
 
-    def share(self, content: object) -> None:
+    def write(self, content: object) -> None:
         """Send an object through the file, and tell the other side that it is there."""
         with open(self._memory, "wb", closefd=False) as file:
             file.seek(0)
             pickle.dump(content, file, protocol=5)
-        self.connection.send_bytes(b"shared")
+        self.connection.send_bytes(b"written")
 
-    def shared(self) -> Any:
-        """Return the object that the other side sent by `share`."""
+    def read(self) -> Any:
+        """Return the object that the other side sent by `write`."""
         self.connection.recv_bytes()
         with open(self._memory, "rb", closefd=False) as file:
             file.seek(0)

@@ -64,7 +64,7 @@ class RunLoop:
             "begin with a finite model",
         )
         if not done:
-            self._evaluate_here(0)
+            self._evaluate_on_server(0)
         with self._guarding():
             for server_round in range(done + 1, self.num_rounds + 1):
                 try:
@@ -98,7 +98,7 @@ class RunLoop:
             result.train_metrics_clientapp[server_round] = metrics
         run.progress.row["training_seconds"] = time.monotonic() - started
         is_scored = self._evaluate(server_round)
-        self._evaluate_here(server_round)
+        self._evaluate_on_server(server_round)
         if is_scored or server_round == run.last_round:
             run.progress.row |= spent_by(run)
             save_guarantees(run, in_account=server_round == run.last_round)
@@ -147,7 +147,7 @@ class RunLoop:
             self.result.evaluate_metrics_clientapp[server_round] = scores
         return scores is not None
 
-    def _evaluate_here(self, server_round: int) -> None:
+    def _evaluate_on_server(self, server_round: int) -> None:
         """Evaluate on the server with the caller's ``evaluate_fn``."""
         if self.evaluate_fn is None:
             return

@@ -210,13 +210,13 @@ class WatchedGrid(InProcessGrid):
     def _receivers(self, messages: Sequence[Message]) -> list[Context]:
         return [self.contexts[message.metadata.dst_node_id] for message in messages]
 
-    def _answer_here(self, messages: Sequence[Message]) -> list[Message]:
+    def _answer_in_process(self, messages: Sequence[Message]) -> list[Message]:
         # Clients run in batches only if the app runs them so, and if they learn from their data.
         contexts = self._receivers(messages)
         if self.watch.held is not None or not isinstance(self.app, CohortApp):
             pairs = zip(messages, contexts, strict=True)
             return [self.watch.answer(self.app, *pair) for pair in pairs]
-        replies = super()._answer_here(messages)
+        replies = super()._answer_in_process(messages)
         for message, reply, context in zip(messages, replies, contexts, strict=True):
             self.watch.note_reply(message, reply, _partition(context))
         return replies

@@ -151,11 +151,11 @@ class OtherKeys(Recorder):
         super().__init__(apps[0], SILOS)
         self.apps = apps
 
-    def _answer_here(self, messages):
+    def _answer_in_process(self, messages):
         replies = []
         for message in messages:
             self._app = self.apps[message.metadata.dst_node_id - 1_000]
-            replies += super()._answer_here([message])
+            replies += super()._answer_in_process([message])
         return replies
 
 

@@ -160,8 +160,8 @@ def test_a_population_below_one_is_refused():
 class Alone(InProcessGrid):
     """Clients that never answer as a cohort."""
 
-    def _answer_here(self, messages):
-        return [super(Alone, self)._answer_here([message])[0] for message in messages]
+    def _answer_in_process(self, messages):
+        return [super(Alone, self)._answer_in_process([message])[0] for message in messages]
 
 
 @pytest.mark.parametrize(

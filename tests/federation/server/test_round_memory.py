@@ -62,9 +62,9 @@ class Watching(InProcessGrid):
         self.alive: list[int] = []
         self.seen: list[weakref.ref] = []
 
-    def _answer_here(self, messages):
+    def _answer_in_process(self, messages):
         self.alive.append(sum(one() is not None for one in self.seen))
-        replies = super()._answer_here(messages)
+        replies = super()._answer_in_process(messages)
         self.seen += map(weakref.ref, replies)
         return replies
 
