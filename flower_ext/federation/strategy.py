@@ -29,7 +29,6 @@ from flower_ext.federation.sums.plain import PlainSum
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.privacy import Budget, Guarantee, Ledger, PrivacyPlan
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.runs import RunWriter
 
@@ -129,26 +128,11 @@ class FederatedStrategy(Strategy):
             frozen=frozen,
             state_key_file=state_key_file,
         )
-        method.check(plan)
-        mechanism = method.mechanism(plan)
-        is_masked = isinstance(mechanism, NoisedSum) and mechanism.masked is not None
-        summation = (sum or (MaskedSum if is_masked else PlainSum))(mechanism)
-        # The guarantees of a plan with a SecureSum describe masked sums.
-        if isinstance(summation, MaskedSum) != is_masked:
-            raise InvalidValue(
-                f"sum={type(summation).__name__} with {type(plan).__name__}: expected a "
-                "MaskedSum if, and only if, the plan's noise_placement is a SecureSum(…); leave "
-                "out sum=, or change noise_placement"
-            )
-        if method.needs_metrics and not mechanism.tells_sizes:
-            raise InvalidValue(
-                f"plan={type(plan).__name__}: expected a plan with tells_sizes=True, because the "
-                f"server of {method.name} needs metrics of each client (needs_metrics=True)"
-            )
-        if stragglers is not None:
-            is_private = mechanism.delta is not None
-            stragglers.check(method.training.values(), protects=is_private)
+        summation = _summation_for(method, plan, sum)
         summation.check(method.traits, diagnostics=diagnostics)
+        if stragglers is not None:
+            is_private = summation.mechanism.delta is not None
+            stragglers.check(method.training.values(), protects=is_private)
         self.method = method
         self.run = Run(
             method=method,
@@ -330,3 +314,26 @@ class FederatedStrategy(Strategy):
 def _numbered(config: ConfigRecord, server_round: int) -> ConfigRecord:
     """Return a configuration with the number of the round, as Flower's strategies send it."""
     return ConfigRecord({**config, "server-round": server_round})
+
+
+def _summation_for(
+    method: Method, plan: PrivacyPlan, make: Callable[[RoundMechanism], Summation] | None
+) -> Summation:
+    """Return the sums of a run; refuse a method, a plan and sums that do not fit together."""
+    method.check(plan)
+    mechanism = method.mechanism(plan)
+    needs_masks = mechanism.secure_sum is not None
+    summation = (make or (MaskedSum if needs_masks else PlainSum))(mechanism)
+    # The guarantees of a plan with a SecureSum describe masked sums.
+    if summation.masks != needs_masks:
+        raise InvalidValue(
+            f"sum={type(summation).__name__} with {type(plan).__name__}: expected a sum "
+            "with masks=True, such as MaskedSum, if, and only if, the plan's noise_placement is a "
+            "SecureSum(…); leave out sum=, or change noise_placement"
+        )
+    if method.needs_metrics and not mechanism.tells_sizes:
+        raise InvalidValue(
+            f"plan={type(plan).__name__}: expected a plan with tells_sizes=True, because the "
+            f"server of {method.name} needs metrics of each client (needs_metrics=True)"
+        )
+    return summation

@@ -70,13 +70,20 @@ class SumOfAUser(Summation):
         raise NotImplementedError
 
 
+class MaskedSumOfAUser(SumOfAUser):
+    """A sum of masked contributions by another protocol."""
+
+    masks = True
+
+
 SUMS = {
     "plain": PlainSum,
     "a user's": SumOfAUser,
+    "a user's masked": MaskedSumOfAUser,
     "masked": MaskedSum,
     "weighted": weighted_sum(),
 }
-SECURE = {(name, "masked") for name in PLANS if "secure sums" in name}
+SECURE = {(p, s) for p in PLANS if "secure sums" in p for s in ("masked", "a user's masked")}
 FIT = {
     "clients": (
         DPFedAvg(),

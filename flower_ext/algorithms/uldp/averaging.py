@@ -184,7 +184,7 @@ class UldpAvg(SiloMethod):
 
         The server asks for each user's number of records only if it computes weights by records.
         """
-        mechanism = connected.summation.mechanism
+        mechanism = sums_of_users(connected.summation.mechanism)
         brings_weights = connected.summation.brings_weights
         histogram = ask_silos(
             connected,
@@ -192,7 +192,7 @@ class UldpAvg(SiloMethod):
             histogram=self.weighting == "by-records" and not brings_weights,
             silos_draw=self.user_draw == "silos",
         )
-        if isinstance(mechanism, NoisedSum) and mechanism.masked is not None:
+        if mechanism.masked is not None:
             cells = mechanism.clipping_norm / mechanism.masked.cell / self.num_silos
             _warn_of_rounding(cells, connected.model)
         weights = {} if brings_weights else {WEIGHTS: user_weights(self.weighting, histogram)}

@@ -17,11 +17,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
 from flower_ext.errors import is_tellable
-from flower_ext.federation.messages.failures import (
-    CLIENT_APP_RAISED,
-    REASON_SENT,
-    REASON_WITHHELD,
-)
+from flower_ext.federation.messages.failures import CLIENT_APP_RAISED, REASON_SENT, REASON_WITHHELD
 from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.training.isolation import attempted
 

@@ -39,12 +39,7 @@ from flower_ext.data import ClientData
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError, knowing_no_data
 from flower_ext.federation.messages import records
 from flower_ext.federation.messages.failures import printable
-from flower_ext.federation.messages.records import (
-    Arrays,
-    bytes_record,
-    flattened,
-    shaped,
-)
+from flower_ext.federation.messages.records import Arrays, bytes_record, flattened, shaped
 from flower_ext.federation.messages.replies import LONGEST_REASON, read_message, read_metrics
 from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.federation.storage.memory import ClientVault
@@ -88,6 +83,7 @@ masked contribution holds one array with the name `SENT`."""
 class MaskedSum(Summation):
     """Sums of masked contributions, for a plan with ``noise_placement=SecureSum(…)``."""
 
+    masks = True
     mechanism: NoisedSum
 
     def open(self, opening: Opening) -> OpenMaskedSum:

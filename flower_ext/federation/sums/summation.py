@@ -21,9 +21,7 @@ from flower_ext.federation.population import Cohort, Population
 from flower_ext.privacy import AdversaryView, NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundMechanism
-from flower_ext.privacy.mechanisms.updates import (
-    NamedArrays,
-)
+from flower_ext.privacy.mechanisms.updates import NamedArrays
 from flower_ext.privacy.run_summary import MethodTraits, SumTerms
 
 
@@ -140,6 +138,8 @@ class Summation(ABC):
         Bounds each contribution, and releases each sum.
     """
 
+    masks: bool = False
+    """True if clients mask their contributions, as the plan's `SecureSum` says."""
     secure_sum: str | None = None
     """Assumption under which the server sees no single contribution. It is None if the server sees
     them all, or if the mechanism states the assumption, as for a `MaskedSum`."""

@@ -12,6 +12,7 @@ from flower_ext.privacy.accounting.sampling import Sampling
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
+from flower_ext.privacy.mechanisms.secure_sum import SecureSum
 from flower_ext.privacy.mechanisms.updates import NamedArrays, RunningSum
 from flower_ext.privacy.run_summary import RunSummary
 
@@ -70,6 +71,11 @@ class RoundMechanism(ABC):
     def client_protects(self) -> bool:
         """True if a ClientApp must bound or noise what it sends."""
         return False
+
+    @property
+    def secure_sum(self) -> SecureSum | None:
+        """Settings of the secure sums that hide single uploads; None without secure sums."""
+        return None
 
     @property
     def weighs_examples(self) -> bool:
