@@ -110,10 +110,7 @@ def read_each(
 
 
 def _request(
-    task: Task,
-    sums: Mapping[str, type[ClientSum]],
-    message: Message,
-    params: dict[int, Params],
+    task: Task, sums: Mapping[str, type[ClientSum]], message: Message, params: dict[int, Params]
 ) -> ClientRequest:
     """Return a message's request; keep each record's arrays in ``params``, by the record's id."""
     content = message.content
