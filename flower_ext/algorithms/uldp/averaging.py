@@ -33,7 +33,7 @@ import numpy as np
 
 from flower_ext.algorithms.uldp.silo_answers import answer_server, ask_silos
 from flower_ext.algorithms.uldp.silo_method import SiloMethod, sums_of_users
-from flower_ext.algorithms.uldp.silo_training import UsersTotal, WeightedTotal, users_training
+from flower_ext.algorithms.uldp.silo_training import WeightedTotal, users_training
 from flower_ext.algorithms.uldp.weights import (
     DISCLOSURES,
     NUM_USERS,
@@ -62,6 +62,7 @@ from flower_ext.federation import (
     Summation,
 )
 from flower_ext.federation.population import HiddenUsers
+from flower_ext.federation.sums.summation import UsersTotal
 from flower_ext.privacy import Guarantee, PoissonSampling, PrivacyPlan
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
@@ -93,11 +94,9 @@ def users_of_round(work: ClientWork) -> tuple[dict[int, Examples], UsersTotal]:
             "clips each user's update"
         )
     data = owned(work.data, num_users)
-    total: UsersTotal
-    if work.hidden_sum is None:
+    total = work.hidden_sum(num_users, protection.clipping_norm)
+    if total is None:
         total = WeightedTotal(work.received, protection, weights_of_round(work).tolist())
-    else:
-        total = work.hidden_sum(num_users, protection.clipping_norm)
     users = {user: records for user, records in data.by_user().items() if total.includes(user)}
     return users, total
 

@@ -14,7 +14,7 @@ import torch
 
 from flower_ext.data import Examples
 from flower_ext.federation import ClientWork, Training
-from flower_ext.federation.sums.weighted_silo import HiddenSum
+from flower_ext.federation.sums.summation import UsersTotal
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.training import Job, Params, Task, attempt_groups, train_groups
@@ -55,10 +55,6 @@ class WeightedTotal:
     def value(self) -> BoundedSum:
         """The sum so far."""
         return replace(self._empty, value=self._sums, count=self._count)
-
-
-UsersTotal = WeightedTotal | HiddenSum
-"""The total of a silo's users. Callers add unclipped updates, one row per user."""
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,6 @@ from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.client.user_draws import draw_users, draws_vault
 from flower_ext.federation.storage.memory import ClientMemory
 from flower_ext.federation.sums.summation import ClientSum
-from flower_ext.federation.sums.weighted_silo import WeightedSilo
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.mechanisms.protections import (
@@ -88,9 +87,7 @@ def assign(
         # Libraries may round differently if clients train in one batch, but no bit of an upload may
         # depend on the other clients.
         batch_invariant=not alone and protection.bounds_uploads,
-        hidden_sum=partial(client_sum.hidden_sum, of_round.number, request.received)
-        if isinstance(client_sum, WeightedSilo)
-        else None,
+        hidden_sum=partial(client_sum.hidden_sum, of_round.number, request.received),
         # Cached, because a silo repeats failed work without data, for the same users.
         draw_users=cache(partial(draw_users, task, draws, run, of_round.number)),
     )

@@ -12,9 +12,9 @@ import torch
 
 from flower_ext.data import ClientData, Examples
 from flower_ext.errors import InvalidValue
-from flower_ext.federation.sums.weighted_silo import HiddenSum
+from flower_ext.federation.sums.summation import UsersTotal
 from flower_ext.privacy import DpSgd, NoiseSource, PoissonSampling, SecureNoise
-from flower_ext.privacy.mechanisms.bounds import BoundedSum
+from flower_ext.privacy.mechanisms.bounds import UnitSum
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term, untagged
 from flower_ext.training.batched.many import train_each, train_invariantly
@@ -22,7 +22,7 @@ from flower_ext.training.isolation import draws_seed, seeded
 from flower_ext.training.models.validation import RUNNING_STATISTICS
 from flower_ext.training.side_by_side import Steps, Training, check_yielded
 
-Contribution = Params | BoundedSum | HiddenSum
+Contribution = Params | UnitSum
 """A client's update, or its whole model, before clipping and noise."""
 
 
@@ -64,10 +64,10 @@ class ClientWork:
     batch_invariant : bool
         True if no bit of this client's result may depend on the other trainings in its batch (see
         `train_groups`).
-    hidden_sum : Callable[[int, float], HiddenSum], optional
-        Begins and returns this silo's contribution to a `weighted_sum`; None if the server asks for
-        no such sum. The arguments are the number of users in all silos together, and the clipping
-        norm of a user's update.
+    hidden_sum : Callable[[int, float], UsersTotal or None]
+        Begins and returns this silo's contribution to a `weighted_sum`, such as a `HiddenSum`;
+        returns None if the server asks for no such sum. The arguments are the number of users in
+        all silos together, and the clipping norm of a user's update.
     draw_users : Callable[[PoissonSampling], list[int]]
         Returns the users that all silos draw for this round, the same at every call.
     """
@@ -89,7 +89,7 @@ class ClientWork:
     noise: NoiseSource = field(default_factory=SecureNoise)
     step_noise: Mapping[str, StepNoise] = field(default_factory=dict)
     batch_invariant: bool = False
-    hidden_sum: Callable[[int, float], HiddenSum] | None = None
+    hidden_sum: Callable[[int, float], UsersTotal | None] = lambda users, bound: None
     draw_users: Callable[[PoissonSampling], list[int]] = lambda sampling: []
 
     @property
@@ -171,7 +171,7 @@ class LocalResult:
     ----------
     model : Params, optional
         The trained model; the client sends its difference to the received model.
-    update : Params, BoundedSum or HiddenSum, optional
+    update : Params, BoundedSum or another UnitSum, optional
         The update, for a method that returns no model. If the plan's units are not the clients, the
         update is a sum over units, to which each unit contributes a bounded update. A `HiddenSum`
         encrypts the sum together with its noise.

@@ -7,7 +7,7 @@ mean. On a client, a `ClientSum` seals the contribution.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 from flwr.app import ArrayRecord, Context, Message
 
@@ -19,10 +19,12 @@ from flower_ext.federation.messages.records import Arrays
 from flower_ext.federation.messages.upload_reply import Update
 from flower_ext.federation.population import Cohort, Population
 from flower_ext.privacy import AdversaryView, NoiseSource
+from flower_ext.privacy.mechanisms.bounds import UnitSum
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundMechanism
 from flower_ext.privacy.mechanisms.updates import NamedArrays
 from flower_ext.privacy.run_summary import MethodTraits, SumTerms
+from flower_ext.training import Params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +234,20 @@ class SumMessage(NamedTuple):
         return self
 
 
+class UsersTotal(Protocol):
+    """The total of a silo's users, to which the silo adds their updates while it trains."""
+
+    @property
+    def value(self) -> UnitSum:
+        """The sum so far, for the ``update`` of a `LocalResult`."""
+
+    def includes(self, user: int) -> bool:
+        """Return False if the user's weight is zero, so that the user needs no training."""
+
+    def add(self, users: Sequence[int], rows: Params) -> None:
+        """Clip one row of ``rows`` for each of ``users``, and add the rows to the sum."""
+
+
 class ClientSum:
     """A client's end of a sum, for one message of the server; by default, of a `PlainSum`.
 
@@ -280,6 +296,13 @@ class ClientSum:
         raise InvalidValue.tellable(
             f"{type(self).__name__} answers no questions: expected a request to contribute"
         )
+
+    def hidden_sum(self, number: int, like: Params, users: int, bound: float) -> UsersTotal | None:
+        """Begin a silo's sum over its users, if this sum weights them; by default, return None.
+
+        ``number`` is the number of the training round. `HiddenSum` explains the other parameters.
+        """
+        return None
 
     def seal(self, update: NamedArrays, protection: Protection) -> Arrays:
         """Return a protected update as it leaves the client; by default, unchanged.

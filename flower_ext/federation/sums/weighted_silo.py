@@ -70,11 +70,11 @@ class WeightedSilo(ClientSum):
                 counts = counts_of(data(), settings.users, settings.record_limit(silo.index))
             return silo.answer(step, content, counts)
 
-    def hidden_sum(self, training_round: int, like: Params, users: int, bound: float) -> HiddenSum:
-        """Begin this silo's sum over its users in a training round."""
+    def hidden_sum(self, number: int, like: Params, users: int, bound: float) -> HiddenSum:
+        """Begin this silo's sum over its users in training round ``number``."""
         silo = stored_silo(self._vault)
         return HiddenSum(
-            silo, self.message, training_round=training_round, users=users, bound=bound, like=like
+            silo, self.message, training_round=number, users=users, bound=bound, like=like
         )
 
     @property

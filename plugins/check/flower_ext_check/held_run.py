@@ -17,12 +17,11 @@ import torch
 from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 
 from flower_ext.data import SiloData, trees
-from flower_ext.federation import ClientWork, HiddenSum
+from flower_ext.federation import ClientWork
 from flower_ext.federation.client import upload
 from flower_ext.federation.client.assignment import NO_DATA
 from flower_ext.federation.messages.failures import CLIENT_APP_RAISED
 from flower_ext.privacy import NoiseSource
-from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import ClipSteps, Protection
 from flower_ext.training import LocalTraining
 from flower_ext_check.vectors import direction, held_step
@@ -115,7 +114,7 @@ class HeldRun:
         The client's own update stays if the noise is inside the training, or if the upload is a sum
         over privacy units. `keep_from_learning` has then changed the records or the training.
         """
-        if not protection.hides_failures or isinstance(update, BoundedSum | HiddenSum):
+        if not protection.hides_failures or not isinstance(update, Mapping):
             return protect(update, received, protection, noise)
         numbers = {name: np.asarray(part) for name, part in update.items()}
         start = {name: np.zeros_like(part) for name, part in numbers.items()}
