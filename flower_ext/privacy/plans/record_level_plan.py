@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.sampling import Sampling
 from flower_ext.privacy.base_plan import PlainAverage
@@ -84,6 +85,7 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
             if steps is not None:
                 stddev /= steps.upload_noise
         else:
+            require_at_least_one("rounds", rounds)
             sensitivity, uses = noised_values(clipping_norm, steps)
             stddev = composed_noise_stddev(
                 sensitivity=sensitivity, epsilon=epsilon, delta=delta, releases=rounds * uses

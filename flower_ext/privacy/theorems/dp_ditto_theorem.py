@@ -264,7 +264,7 @@ def composed_noise_stddev(
     exactly, without amplification. Numerical error can only make the result larger than necessary.
     """
     require_positive("sensitivity", sensitivity)
-    require_at_least_one("rounds", releases)
+    require_at_least_one("releases", releases)
     one_release = calibrate_noise_multiplier(
         epsilon=epsilon,
         delta=delta,

@@ -30,6 +30,11 @@ def test_the_provable_noise_meets_its_target_and_a_little_less_misses_it(epsilon
     assert gaussian_loss(0.99 * stddev / 0.3, **facts).epsilon > epsilon
 
 
+def test_noise_for_no_release_is_refused_by_the_parameter_s_name():
+    with pytest.raises(ValueError, match="releases=0: expected"):
+        composed_noise_stddev(sensitivity=0.3, epsilon=1.0, delta=1e-3, releases=0)
+
+
 def test_each_noised_step_is_a_release_of_the_records_it_uses():
     full = steps(local_steps=5)
     batches = steps(local_steps=5, batch_size=10)  # one pass: each record in one step
