@@ -1,8 +1,8 @@
 """A builder of the guarantees of one run, and the losses that several guarantees share."""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from flower_ext.privacy.accounting.accountant import privacy_loss_of, with_approximation_error
@@ -35,6 +35,8 @@ class Claims:
     not_covered : Sequence[str]
         Values that leave the clients and that no provable guarantee covers. A published guarantee
         names them only if they are among its ``details``.
+    view_assumptions : Mapping[AdversaryView, Sequence[str]]
+        Further assumptions of every provable guarantee against each adversary.
     """
 
     unit: PrivacyUnit
@@ -42,6 +44,7 @@ class Claims:
     delta: float
     assumptions: tuple[str, ...] = ()
     not_covered: Sequence[str] = ()
+    view_assumptions: Mapping[AdversaryView, Sequence[str]] = field(default_factory=dict)
 
     def published(self, view: AdversaryView, epsilon: float, **details: Any) -> Guarantee:
         """Return the guarantee of a theorem as its paper states it.
@@ -83,7 +86,7 @@ class Claims:
             basis="provable",
             accountant=loss.accountant,
             source=source,
-            assumptions=(*self.assumptions, *assumptions),
+            assumptions=(*self.assumptions, *assumptions, *self.view_assumptions.get(view, ())),
             not_covered=tuple(self.not_covered),
             **details,
         )

@@ -68,6 +68,7 @@ def client_level_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guara
             *mechanism.assumptions,
         ),
         not_covered=run.not_covered,
+        view_assumptions=run.sums.assumptions,
     )
     # A server sees who took part, so a neighbouring data set replaces a unit's data by zeros.
     # Amplification is proved for the sampling's relation, which removes or replaces the unit.
@@ -77,7 +78,6 @@ def client_level_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guara
         *(() if by_server else assumptions.of_others_noise(mechanism)),
         *_hidden_cohorts(mechanism, run),
         "the server follows the protocol and keeps uploads to itself",
-        *run.sums.assumptions.get(AdversaryView.RELEASED_MODELS, ()),
         relation=mechanism.release.relation,
     )
     return [models, *_against_server(mechanism, run, claims)]
@@ -86,15 +86,15 @@ def client_level_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guara
 def _against_server(mechanism: NoisedSum, run: RunSummary, claims: Claims) -> list[Guarantee]:
     """Return the guarantees against a server that sees sums, and one that sees each upload."""
     if mechanism.noised_by_server:
-        nothing = replace(claims, assumptions=(), not_covered=())
+        nothing = replace(claims, assumptions=(), not_covered=(), view_assumptions={})
         loss = PrivacyLoss.unbounded(mechanism.delta)
         source = "the server adds the noise after it has seen the uploads"
         views = (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD)
         return [nothing.provable(view, loss, source) for view in views]
-    participations, terms = run.participations, run.sums
+    participations = run.participations
     sums = exposed_loss(mechanism, participations, participations.in_sums)
     uploads = exposed_loss(mechanism, participations, participations.in_uploads)
-    seen_sums = terms.secure_sum or assumptions.NO_SECURE_SUM
+    seen_sums = run.sums.secure_sum or assumptions.NO_SECURE_SUM
     hidden: tuple[str, ...] = (assumptions.WHOLE_UPLOADS, seen_sums)
     divisor, of_sums, of_uploads = "cohort", "", ""
     if mechanism.secure_sum is not None:
@@ -103,19 +103,8 @@ def _against_server(mechanism: NoisedSum, run: RunSummary, claims: Claims) -> li
         of_uploads = ", if no mask hides it"
     single = f"noise multiplier σ/√{divisor} of a single upload; {uploads.description}{of_uploads}"
     return [
-        claims.provable(
-            AdversaryView.SUM_ONLY,
-            sums.loss,
-            sums.description + of_sums,
-            *hidden,
-            *terms.assumptions.get(AdversaryView.SUM_ONLY, ()),
-        ),
-        claims.provable(
-            AdversaryView.EACH_UPLOAD,
-            uploads.loss,
-            single,
-            *terms.assumptions.get(AdversaryView.EACH_UPLOAD, ()),
-        ),
+        claims.provable(AdversaryView.SUM_ONLY, sums.loss, sums.description + of_sums, *hidden),
+        claims.provable(AdversaryView.EACH_UPLOAD, uploads.loss, single),
     ]
 
 

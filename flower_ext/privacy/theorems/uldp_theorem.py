@@ -36,10 +36,9 @@ tells the silos, and sampling amplifies nothing against a server that sees sums.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -59,6 +58,8 @@ from flower_ext.privacy.units import AdversaryView, NeighboringRelation, Privacy
 Weighting = Literal["equal", "by-records"]
 """Rule for a user's weight in a silo: 1/|S|, or the fraction of the user's records in the silo."""
 
+_Losses = tuple[DescribedLoss, DescribedLoss]
+"""A user's loss to a server that sees sums, and to a server that sees each upload."""
 _AT_SERVER = NeighboringRelation.REPLACE_SPECIAL
 """Relation for a server that knows the sample: a neighbouring data set replaces a user by zeros."""
 _OF_DATA = (
@@ -89,14 +90,14 @@ _NO_SECURE_SUM_OF_SILOS = (
 """Assumption of guarantees about sums, if silos send their uploads without a secure sum."""
 
 
-def user_claims(delta: float, *assumptions: str, not_covered: Sequence[str] = ()) -> Claims:
-    """Return a `Claims` whose privacy unit is one user, with records in several silos."""
+def user_claims(delta: float, *of_run: str, **fields: Any) -> Claims:
+    """Return `Claims` about a user with records in several silos; ``of_run`` are assumptions."""
     return Claims(
         unit=PrivacyUnit.USER,
         relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
         delta=delta,
-        assumptions=assumptions,
-        not_covered=not_covered,
+        assumptions=of_run,
+        **fields,
     )
 
 
@@ -210,37 +211,28 @@ def uldp_avg_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarantee
         assumptions.of_noise(run.secure_noise),
         *mechanism.assumptions,
         not_covered=run.not_covered,
+        view_assumptions=run.sums.assumptions,
     )
-    models = amplified_loss(mechanism, run.participations)
     sums, uploads = _losses_to_server(mechanism, run)
-    terms = run.sums
-    hidden_draw = () if terms.hidden_draw is None else (terms.hidden_draw,)
+    hidden_draw = () if run.sums.hidden_draw is None else (run.sums.hidden_draw,)
     return [
         _theorem_5(mechanism, run),
         claims.provable(
             AdversaryView.RELEASED_MODELS,
-            *models,
+            *amplified_loss(mechanism, run.participations),
             _two_numbers(mechanism.release, run.participations.rounds, mechanism.delta),
             "the server follows the protocol and keeps sums and uploads to itself",
             *assumptions.of_others_noise(mechanism),
             *_hidden_sample(mechanism, run),
-            *terms.assumptions.get(AdversaryView.RELEASED_MODELS, ()),
         ),
         claims.provable(
             AdversaryView.SUM_ONLY,
             *sums,
             *_hidden_sum(mechanism, run),
             *hidden_draw,
-            *terms.assumptions.get(AdversaryView.SUM_ONLY, ()),
             relation=_AT_SERVER,
         ),
-        claims.provable(
-            AdversaryView.EACH_UPLOAD,
-            *uploads,
-            *hidden_draw,
-            *terms.assumptions.get(AdversaryView.EACH_UPLOAD, ()),
-            relation=_AT_SERVER,
-        ),
+        claims.provable(AdversaryView.EACH_UPLOAD, *uploads, *hidden_draw, relation=_AT_SERVER),
     ]
 
 
@@ -252,44 +244,49 @@ def _hidden_sample(mechanism: NoisedSum, run: RunSummary) -> tuple[str, ...]:
     return (assumptions.HIDDEN_DRAW, assumptions.of_draw("sampled users", is_secret))
 
 
-def _losses_to_server(mechanism: NoisedSum, run: RunSummary) -> tuple[DescribedLoss, DescribedLoss]:
-    """Return a user's loss to a server that sees sums, and to a server that sees each upload.
-
-    Sampling amplifies both losses if the server does not know the sample.
-    """
-    masked, participations = mechanism.masked, run.participations
-    is_equal = run.method.weighting == "equal"
-    shares, honest_noise = mechanism.silos or 1, 1.0
-    divisor, of_sums, of_uploads = "|S|", "", ""
+def _losses_to_server(mechanism: NoisedSum, run: RunSummary) -> _Losses:
+    """Return a user's loss to a server that sees sums, and to a server that sees each upload."""
+    masked, shares, divisor = mechanism.masked, mechanism.silos or 1, "|S|"
     if masked is not None:
-        shares, honest_noise = masked.parameters.least_answers, masked.parameters.honest_noise
-        divisor, of_sums = "least answers", ", without the noise of colluders"
-        of_uploads = ", if no mask hides them"
+        shares, divisor = masked.parameters.least_answers, "least answers"
     # For the accountant, one upload is a sum with less noise, so the same formulas hold.
-    upload_noise = 1.0 if is_equal else 1 / math.sqrt(shares)
-    if run.sums.hidden_draw is not None:
+    upload_noise = 1.0 if run.method.weighting == "equal" else 1 / math.sqrt(shares)
+    losses = _losses_of_known_draw if run.sums.hidden_draw is None else _losses_of_hidden_draw
+    sums, uploads = losses(mechanism, run, upload_noise)
+    share = "" if upload_noise == 1 else f"/√{divisor}"
+    together = f"all uploads together: noise multiplier σ{share}; {uploads.description}"
+    if masked is not None:
+        sums = DescribedLoss(sums.loss, f"{sums.description}, without the noise of colluders")
+        together += ", if no mask hides them"
+    return sums, DescribedLoss(uploads.loss, together)
+
+
+def _losses_of_hidden_draw(mechanism: NoisedSum, run: RunSummary, upload_noise: float) -> _Losses:
+    """Return the losses for sums and for uploads; sampling amplifies both.
+
+    ``upload_noise`` is the noise of one upload as a fraction of the noise that the plan requires.
+    """
+    sum_noise = 1.0
+    if mechanism.masked is not None and run.method.weighting != "equal":
         # A lying server can see a sum with the noise of honest silos only. With equal weights, a
         # sum of fewer silos also holds less of a user, so ε does not grow.
-        sum_noise = 1.0 if is_equal else math.sqrt(honest_noise)
-        sums = amplified_loss(mechanism, participations, noise=sum_noise)
-        uploads = amplified_loss(mechanism, participations, noise=upload_noise)
-    else:
-        # Releases with the whole weight of the most exposed user; see `Participations`.
-        in_sums = participations.in_sums
-        in_uploads = float(max(participations.uploads.values(), default=0))
-        if masked is None:
-            # The adversary may see refused uploads, too, and sums with too little noise count more.
-            in_sums = in_uploads = max(in_sums, in_uploads)
-        elif is_equal:  # collusion costs nothing (see the top of this module)
-            in_sums *= honest_noise
-        sums = exposed_loss(mechanism, participations, in_sums)
-        uploads = exposed_loss(mechanism, participations, in_uploads, noise=upload_noise)
-    share = "" if upload_noise == 1 else f"/√{divisor}"
-    together = f"all uploads together: noise multiplier σ{share}; {uploads.description}{of_uploads}"
-    return (
-        DescribedLoss(sums.loss, sums.description + of_sums),
-        DescribedLoss(uploads.loss, together),
-    )
+        sum_noise = math.sqrt(mechanism.masked.parameters.honest_noise)
+    sums = amplified_loss(mechanism, run.participations, noise=sum_noise)
+    return sums, amplified_loss(mechanism, run.participations, noise=upload_noise)
+
+
+def _losses_of_known_draw(mechanism: NoisedSum, run: RunSummary, upload_noise: float) -> _Losses:
+    """Return the losses as `_losses_of_hidden_draw` does; sampling amplifies nothing."""
+    # Releases with the whole weight of the most exposed user; see `Participations`.
+    in_sums = run.participations.in_sums
+    in_uploads = float(max(run.participations.uploads.values(), default=0))
+    if mechanism.masked is None:
+        # The adversary may see refused uploads, too, and sums with too little noise count more.
+        in_sums = in_uploads = max(in_sums, in_uploads)
+    elif run.method.weighting == "equal":  # collusion costs nothing (see the top of this module)
+        in_sums *= mechanism.masked.parameters.honest_noise
+    sums = exposed_loss(mechanism, run.participations, in_sums)
+    return sums, exposed_loss(mechanism, run.participations, in_uploads, noise=upload_noise)
 
 
 def drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
