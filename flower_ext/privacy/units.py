@@ -63,21 +63,20 @@ class AdversaryView(StrEnum):
         A guarantee against an adversary that sees more also holds against this view. The result is
         None if there is no such entry.
         """
-        by_knowledge = (
-            AdversaryView.RELEASED_MODELS,
-            AdversaryView.MODELS_AND_COHORTS,
-            AdversaryView.SUM_ONLY,
-            AdversaryView.EACH_UPLOAD,
-        )
-        views = by_knowledge[by_knowledge.index(self) :]
+        views = BY_KNOWLEDGE[BY_KNOWLEDGE.index(self) :]
         return next((by_view[view] for view in views if view in by_view), None)
 
     @property
     def sees(self) -> str:
         """The adversary's view in words."""
-        return {
-            AdversaryView.EACH_UPLOAD: "every upload and who sent it",
-            AdversaryView.SUM_ONLY: "each round's sum and who took part",
-            AdversaryView.RELEASED_MODELS: "the released models, not who took part",
-            AdversaryView.MODELS_AND_COHORTS: "the released models and who took part",
-        }[self]
+        return _IN_WORDS[self]
+
+
+_IN_WORDS = {
+    AdversaryView.RELEASED_MODELS: "the released models, not who took part",
+    AdversaryView.MODELS_AND_COHORTS: "the released models and who took part",
+    AdversaryView.SUM_ONLY: "each round's sum and who took part",
+    AdversaryView.EACH_UPLOAD: "every upload and who sent it",
+}
+BY_KNOWLEDGE = tuple(_IN_WORDS)
+"""All views; each adversary sees at least as much as the one before."""

@@ -34,17 +34,12 @@ from flower_ext.privacy.study_composition import (
     total_spent,
 )
 from flower_ext.privacy.theorems.assumptions import NOT_PROVIDED
+from flower_ext.privacy.units import BY_KNOWLEDGE
 from flower_ext.runs.directory import Rounds, RunDirectory
 from flower_ext.runs.figures import draw_figures, in_words, qualities
 from flower_ext.runs.page import Markup, to_markdown, write_page
 
-_VIEWS = {
-    AdversaryView.RELEASED_MODELS: "released models",
-    AdversaryView.MODELS_AND_COHORTS: "and cohorts",
-    AdversaryView.SUM_ONLY: "sums",
-    AdversaryView.EACH_UPLOAD: "each upload",
-}
-_RUN_COLUMNS = ("run", "method", "rounds", "δ", *(f"ε: {words}" for words in _VIEWS.values()))
+_RUN_COLUMNS = ("run", "method", "rounds", "δ", *(f"ε: {view.value}" for view in BY_KNOWLEDGE))
 """Header of the table of runs. A row has the ε of one run, in a column for each adversary view."""
 
 
@@ -178,9 +173,9 @@ def _ledger_counts(entries: list[dict[str, Any]]) -> tuple[int, ...]:
 def _run_row(run: RunSpend) -> tuple[str, ...]:
     """Return one run's row in the table of runs, under the header `_RUN_COLUMNS`."""
     if run.epsilon is None or run.delta is None:
-        return run.label, run.method, "–", "–", "not covered", *["–"] * (len(_VIEWS) - 1)
+        return run.label, run.method, "–", "–", "not covered", *["–"] * (len(BY_KNOWLEDGE) - 1)
     epsilons = {**run.epsilons, AdversaryView.RELEASED_MODELS: run.epsilon}
-    shown = (epsilon_text(epsilons[view]) if view in epsilons else "–" for view in _VIEWS)
+    shown = (epsilon_text(epsilons[view]) if view in epsilons else "–" for view in BY_KNOWLEDGE)
     return run.label, run.method, str(run.rounds), f"{run.delta:.3g}", *shown
 
 

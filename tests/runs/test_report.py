@@ -43,7 +43,7 @@ def test_the_report_counts_releases_refusals_and_top_ups(tmp_path):
     assert "| 4 | 4 | 0 | 0 | 1 |" in text  # reserved, committed, discarded, open, topped up
     for fact, value in {
         "rounds": "4",
-        "that asked a client to train": "2",
+        "training rounds": "2",
         "clients asked": "40",
         "answered": "36",
         "refused": "4",

@@ -14,6 +14,7 @@ from flower_ext.privacy import (
 from flower_ext.privacy.shared_ledger import Charge, charge, note_claims, note_disclosure
 from flower_ext.privacy.study_composition import study_guarantees
 from flower_ext.runs import RunWriter, write_report
+from flower_ext.runs.report import account_text
 from tests.support.commands import call
 
 DELTA = 1e-6
@@ -52,6 +53,14 @@ def spend(path, run: str, *claims: Guarantee) -> None:
     )
     charge(path, new, Budget(epsilon=3.0, delta=DELTA))
     note_claims(path, claims, run=run, method="UldpAvg", name=run, start=run)
+
+
+def test_the_table_of_runs_has_a_column_for_each_adversary(tmp_path):
+    path = tmp_path / "study.jsonl"
+    spend(path, "training", claim(AdversaryView.SUM_ONLY, 0.25))
+    (header,) = (line for line in account_text(path).splitlines() if line.startswith("| run |"))
+    columns = [cell.strip() for cell in header.split("|")]
+    assert sorted(columns[5:-1]) == sorted(f"ε: {view.value}" for view in AdversaryView)
 
 
 def test_the_last_report_has_all_runs_epsilon_as_the_ledger_does(tmp_path):
