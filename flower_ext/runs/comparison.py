@@ -1,47 +1,69 @@
 """Comparison of several runs: one row per method, with its mean over seeds."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from flower_ext.metrics import Spread, summarize
 from flower_ext.privacy import AdversaryView, Guarantee, epsilon_text
-from flower_ext.runs.directory import NotARun, RunDirectory
+from flower_ext.runs.directory import NotARun, Rounds, RunDirectory, Status
 from flower_ext.runs.figures import Chart, Line, cumulative, draw_lines
 from flower_ext.runs.page import write_page
 from flower_ext.runs.settings import INCIDENTAL
 
 
-class _Measured:
-    """The parts of a run that a comparison needs; each file is read once."""
+@dataclass(frozen=True, kw_only=True)
+class _MeasuredRun:
+    """The parts of a run that a comparison needs."""
 
-    def __init__(self, run: RunDirectory) -> None:
-        self.path, self.status, self.config = run.path, run.status, run.config
-        self.rounds, clients = run.metrics(), run.client_metrics()
-        self.guarantees = run.guarantees()
-        # Completed rounds count, not planned ones.
-        made = {"rounds": int(self.rounds.last)} if "rounds" in self.config else {}
-        self.settings = {**self.config, **made}
-        method = str(self.config.get("method", self.path.name))
-        self.method = f"{method}, upcycled" if self.config.get("upcycled") else method
-        # A secure evaluation released a mean and its error, and no client's score.
-        self.spread: Spread | None = None
-        if (noised := self.rounds.noised_scores().get("accuracy")) is not None:
-            _, self.accuracy, self.noise_error = noised
-        elif all("accuracy" in row for row in clients or [{}]):
-            self.spread = summarize([row["accuracy"] for row in clients])
-            self.accuracy, self.noise_error = self.spread.mean, 0.0
-        else:
-            raise NotARun(
-                f"{run.path} lacks the accuracy of its clients (clients.csv), so there is nothing "
-                "to compare; name a run that evaluated its clients"
-            )
-        if self.status not in ("completed", "budget-exhausted"):
-            raise NotARun(
-                f"run {self.path} is {self.status}: expected a run that has ended; leave it out, "
-                "or resume it"
-            )
+    path: Path
+    status: Status
+    settings: Mapping[str, Any]
+    """The run's configuration, with the completed rounds in place of the planned ones."""
+    method: str
+    rounds: Rounds
+    guarantees: Sequence[Guarantee]
+    accuracy: float
+    noise_error: float
+    spread: Spread | None
+    """None after a secure evaluation, which releases a mean and its error, but no single score."""
+
+
+def _measured(run: RunDirectory) -> _MeasuredRun:
+    """Return the parts of a run; refuse a run that has not ended or that lacks accuracy."""
+    rounds, clients, settings = run.metrics(), run.client_metrics(), run.config
+    spread, score = None, rounds.noised_scores().get("accuracy")
+    if score is None and not all("accuracy" in row for row in clients or [{}]):
+        raise NotARun(
+            f"{run.path} lacks the accuracy of its clients (clients.csv), so there is nothing "
+            "to compare; name a run that evaluated its clients"
+        )
+    if run.status not in ("completed", "budget-exhausted"):
+        raise NotARun(
+            f"run {run.path} is {run.status}: expected a run that has ended; leave it out, or "
+            "resume it"
+        )
+    if score is None:
+        spread = summarize([row["accuracy"] for row in clients])
+        score = (int(rounds.last), spread.mean, 0.0)
+    _, accuracy, noise_error = score
+    method = str(settings.get("method", run.path.name))
+    if "rounds" in settings:
+        settings["rounds"] = int(rounds.last)
+    return _MeasuredRun(
+        path=run.path,
+        status=run.status,
+        settings=settings,
+        method=f"{method}, upcycled" if settings.get("upcycled") else method,
+        rounds=rounds,
+        guarantees=run.guarantees(),
+        accuracy=accuracy,
+        noise_error=noise_error,
+        spread=spread,
+    )
 
 
 def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) -> Path:
@@ -52,7 +74,7 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
     `NotARun`. The function returns the path of the HTML page.
     """
     # A run that counted twice would make the deviation over runs too small.
-    measured = [_Measured(run) for run in {run.path.resolve(): run for run in runs}.values()]
+    measured = [_measured(run) for run in {run.path.resolve(): run for run in runs}.values()]
     groups = _grouped(measured)
     folder.mkdir(parents=True, exist_ok=True)
     first = next(iter(groups.values()))
@@ -73,12 +95,12 @@ NOT_COMPARED = INCIDENTAL | {"seed", "planned-rounds", "clients-per-node"}
 """Settings in which repetitions may differ."""
 
 
-def _grouped(runs: Sequence[_Measured]) -> dict[str, list[_Measured]]:
+def _grouped(runs: Sequence[_MeasuredRun]) -> dict[str, list[_MeasuredRun]]:
     """Return groups of runs that differ only in `NOT_COMPARED`.
 
     A group's label consists of the method, and of the settings in which the method's runs differ.
     """
-    groups: dict[str, list[_Measured]] = {}
+    groups: dict[str, list[_MeasuredRun]] = {}
     for run in runs:
         others = [other.settings for other in runs if other.method == run.method]
         names = dict.fromkeys(name for config in others for name in config)
@@ -93,7 +115,9 @@ def _grouped(runs: Sequence[_Measured]) -> dict[str, list[_Measured]]:
     return groups
 
 
-def _row(name: str, runs: Sequence[_Measured], first: Sequence[_Measured]) -> dict[str, object]:
+def _row(
+    name: str, runs: Sequence[_MeasuredRun], first: Sequence[_MeasuredRun]
+) -> dict[str, object]:
     """Return a row of the table; ``first`` are the runs of the table's first row."""
     spreads = [run.spread for run in runs if run.spread is not None]
     noise_error = sum(run.noise_error**2 for run in runs) ** 0.5 / len(runs)
@@ -117,7 +141,7 @@ def _row(name: str, runs: Sequence[_Measured], first: Sequence[_Measured]) -> di
     }
 
 
-def _figures(groups: Mapping[str, Sequence[_Measured]], folder: Path) -> dict[str, Path]:
+def _figures(groups: Mapping[str, Sequence[_MeasuredRun]], folder: Path) -> dict[str, Path]:
     """Draw each figure for which the runs have measurements; return the paths by title."""
 
     def lines(name: str) -> dict[str, list[Line]]:
@@ -158,16 +182,16 @@ def _figures(groups: Mapping[str, Sequence[_Measured]], folder: Path) -> dict[st
     return {chart.title: draw_lines(folder, name, chart) for name, chart in charts.items()}
 
 
-def _paired_difference(runs: Sequence[_Measured], first: Sequence[_Measured]) -> str:
+def _paired_difference(runs: Sequence[_MeasuredRun], first: Sequence[_MeasuredRun]) -> str:
     """Return the mean difference in accuracy between runs of the same seed; "–" if there are none.
 
     A seed of 0 stands for secret draws, which no two runs share.
     """
-    accuracies = {run.config.get("seed"): run.accuracy for run in first}
+    accuracies = {run.settings.get("seed"): run.accuracy for run in first}
     differences = [
         run.accuracy - accuracies[seed]
         for run in runs
-        if (seed := run.config.get("seed")) and seed in accuracies
+        if (seed := run.settings.get("seed")) and seed in accuracies
     ]
     seeds = f" ({len(differences)} seed{'s' if len(differences) > 1 else ''})"
     return mean_and_error(differences, sign="+") + seeds if differences else "–"
@@ -183,7 +207,7 @@ def mean_and_error(values: Sequence[float], *, sign: str = "") -> str:
     return f"{mean} ± {np.std(values, ddof=1) / len(values) ** 0.5:.3f}"
 
 
-def _epsilon(runs: Sequence[_Measured], basis: str) -> str:
+def _epsilon(runs: Sequence[_MeasuredRun], basis: str) -> str:
     """Return the largest ε among the runs as text, with its unit, its view and the runs' δ.
 
     The text is "none" if a run has no guarantee of this ``basis``. If a run has guarantees against
