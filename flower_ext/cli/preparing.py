@@ -85,11 +85,7 @@ class PreparedRun:
 
 def prepare(options: RunOptions) -> PreparedRun:
     """Return the run that the options describe; start and write nothing."""
-    file = None
-    if options.preset is not None:
-        file = preset(options.app, options.preset)
-    elif options.settings_file is not None:
-        file = SettingsFile.read(options.settings_file)
+    file = _settings_file(options)
     defaults, changes = checked_settings(options.app, options.settings, file)
     if options.superlink is None:
         _check_plugins(options.app)
@@ -98,23 +94,9 @@ def prepare(options: RunOptions) -> PreparedRun:
     setting = clients_setting({**defaults, **changes})
     if setting is not None and options.clients is not None:
         changes[setting] = options.clients
-    config = {**defaults, **changes}
-    per_node = config.get("clients-per-node")
-    # In one process each client is its own node, because the engine forms batches of clients.
-    if options.in_process and per_node is not None:
-        changes["clients-per-node"] = 1
-    elif options.superlink is None and per_node == 0:
-        changes["clients-per-node"] = per_node = clients_per_node(config)
-        count = num_nodes({**config, **changes})
-        console.print(f"Ray: {count} nodes with {per_node} clients each")
+    changes |= _choose_clients_per_node(options, {**defaults, **changes})
     if file is not None and "preset" in defaults:
-        before = {**defaults, **file.settings(changes, defaults)}
-        # "method" and "upcycled" choose one of the methods that a paper compares, and no result
-        # depends on "clients-per-node".
-        rows = ("method", "upcycled", "clients-per-node")
-        changes["preset"] = file.text(
-            [name for name in changes if name not in rows and changes[name] != before[name]]
-        )
+        changes["preset"] = file.text(changes, defaults)
     path, changes = _choose_paths(options, defaults, changes)
     config = {**defaults, **changes}
     nodes = options.clients if setting is None else num_nodes(config)
@@ -124,6 +106,27 @@ def prepare(options: RunOptions) -> PreparedRun:
             "clients = N to [tool.flwr.app.config] of its pyproject.toml, or give --clients=N"
         )
     return PreparedRun(options=options, config=config, changes=changes, path=path, nodes=nodes)
+
+
+def _settings_file(options: RunOptions) -> SettingsFile | None:
+    """Return the file of settings that the options name; None if they name none."""
+    if options.preset is not None:
+        return preset(options.app, options.preset)
+    return None if options.settings_file is None else SettingsFile.read(options.settings_file)
+
+
+def _choose_clients_per_node(options: RunOptions, config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the setting ``clients-per-node`` if the command chooses it; show a choice for Ray."""
+    per_node = config.get("clients-per-node")
+    # In one process each client is its own node, because the engine forms batches of clients.
+    if options.in_process and per_node is not None:
+        return {"clients-per-node": 1}
+    if options.superlink is not None or per_node != 0:
+        return {}
+    changes = {"clients-per-node": clients_per_node(config)}
+    count = num_nodes({**config, **changes})
+    console.print(f"Ray: {count} nodes with {changes['clients-per-node']} clients each")
+    return changes
 
 
 def _check_plugins(app: Path) -> None:

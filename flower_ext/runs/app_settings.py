@@ -18,7 +18,7 @@ settings has the same format::
 
 import sys
 from collections import ChainMap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -28,6 +28,11 @@ from typing import Any, Self
 from flower_ext.errors import InvalidValue
 from flower_ext.files import read_toml
 from flower_ext.runs.settings import INCIDENTAL, Declaration, declarations, nearest
+
+# "method" and "upcycled" choose one of the methods that a paper compares, and no result depends on
+# "clients-per-node".
+_NOT_NAMED = {*INCIDENTAL, "method", "upcycled", "clients-per-node"}
+"""Settings whose changes the text about a file does not name."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +74,11 @@ class SettingsFile:
             values |= cases.get(str(value).lower() if isinstance(value, bool) else str(value), {})
         return values
 
-    def text(self, changed: Collection[str]) -> str:
-        """Return a text for a run's records: name, title, and the names of ``changed`` settings."""
-        names = ", ".join(name for name in changed if name not in INCIDENTAL)
+    def text(self, chosen: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+        """Return a text for a run's records: name, title, and ``chosen`` settings that differ."""
+        values = {**defaults, **self.settings(chosen, defaults)}
+        changed = (name for name, value in chosen.items() if value != values[name])
+        names = ", ".join(name for name in changed if name not in _NOT_NAMED)
         title = f" ({self.title})" if self.title else ""
         return f"{self.name}{title}" + (f", changed: {names}" if names else "")
 

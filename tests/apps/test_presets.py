@@ -295,4 +295,4 @@ def test_options_that_contradict_each_other_are_refused(options, message, tmp_pa
 def test_a_title_is_optional(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("")
-    assert SettingsFile.read(path).text([]) == "mine"
+    assert SettingsFile.read(path).text({}, {}) == "mine"
