@@ -1,8 +1,6 @@
 """Launch a prepared run and show its log; record a failure or an interruption in its directory.
 
-With ``--in-process``, a run is a new process; otherwise Flower's commands start it on a SuperLink.
-This module makes up for properties of plain ``flwr run``, which returns 0 for a failed run,
-simulates two nodes regardless of the app, and by default installs the app's dependencies again.
+With ``--in-process``, a run is a new process; otherwise it runs on a SuperLink (`cli.superlink`).
 """
 
 import json
@@ -10,38 +8,28 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from flower_ext.cli.preparing import PreparedRun, RunOptions
 from flower_ext.cli.processes import (
     GRACE,
-    HOST,
     Ended,
     Followed,
     Interrupted,
     LaunchFailed,
     RunLog,
-    end_groups,
     environment,
-    executable,
-    free_port,
     signals_as_interrupts,
-    wait_for_port,
 )
 from flower_ext.cli.reaper import reaped
+from flower_ext.cli.superlink import run_on_superlink, simulation_superlink
 from flower_ext.files import LAST_MOMENTS, InUse
 from flower_ext.privacy import LedgerCorrupt
 from flower_ext.runs.directory import NotARun, RunWriter
 from flower_ext.runs.report import write_report
-
-_PATIENCE = 180
-"""Seconds to wait for a SuperLink that does not answer, before the command gives up."""
 
 
 @signals_as_interrupts()
@@ -64,10 +52,10 @@ def launch(run: PreparedRun, *, env: Mapping[str, str] | None = None) -> Path | 
             if options.in_process:
                 _in_one_process(run, log)
             elif options.superlink is not None:
-                _on_superlink(run, variables, log)
+                run_on_superlink(run, variables, log)
             else:
                 with simulation_superlink(variables) as simulation:
-                    _on_superlink(run, simulation, log)
+                    run_on_superlink(run, simulation, log)
     except KeyboardInterrupt as error:
         raise _interrupted(run, error, log.directory) from None
     except LaunchFailed as error:
@@ -165,146 +153,3 @@ def command_to_resume(options: RunOptions, path: Path | str | None) -> list[str]
     for name, value in [*given.items(), *(("--set", setting) for setting in settings)]:
         words += [name, str(value)] if value is not None else []
     return words
-
-
-@contextmanager
-def simulation_superlink(env: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Start a SuperLink for one simulation; yield the variables with which ``flwr`` finds it.
-
-    ``flwr run`` starts a SuperLink that stays and that all simulations of a user share. This one
-    has its own port, its own home below ``FLWR_HOME`` and no database, and ends with the block, so
-    that no other run depends on it. Use it inside `reaper.reaped`, which ends Ray's processes.
-    """
-    base = Path(env.get("FLWR_HOME") or Path.home() / ".flwr").expanduser().absolute()
-    base.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix="simulation-", dir=base, ignore_cleanup_errors=True) as home:
-        port, log = free_port(), Path(home, "superlink.log")
-        Path(home, "config.toml").write_text(
-            f'[superlink]\ndefault = "simulation"\n\n'
-            f'[superlink.simulation]\naddress = "{HOST}:{port}"\ninsecure = true\n',
-            encoding="utf-8",
-        )
-        env = {**env, "FLWR_HOME": home}
-        words = [executable("flower-superlink"), "--insecure", "--simulation"]
-        words += ["--isolation", "subprocess", "--host", HOST, "--port", str(port)]
-        with log.open("wb") as stream:
-            # A session of its own keeps the terminal's Ctrl-C away from the SuperLink, so that the
-            # run ends before the SuperLink.
-            process = subprocess.Popen(
-                words, env=env, stdout=stream, stderr=stream, start_new_session=True
-            )
-        try:
-            wait_for_port(port, process, log)
-            yield env
-        finally:
-            end_groups([process])
-
-
-def _on_superlink(run: PreparedRun, env: Mapping[str, str], log: RunLog) -> None:
-    """Run an app on the SuperLink that a connection of Flower's configuration names.
-
-    If the options name no connection, the app runs on the SuperLink of `simulation_superlink`,
-    which ends with this command. On any other SuperLink, an interruption of this command
-    stops the run.
-    """
-    superlink, options = run.options.superlink, list[str]()
-    flwr = _Flwr([] if superlink is None else [superlink], env)
-    for key, value in run.changes.items():
-        # TOML reads these values as JSON writes them, unless JSON escapes characters beyond U+FFFF.
-        options += ["--run-config", f"{key}={json.dumps(value, ensure_ascii=False)}"]
-    if superlink is None:
-        federation = f"num-supernodes={run.nodes} client-resources-num-cpus=1"
-        options += ["--federation-config", federation]
-    try:
-        answer = flwr.answer("run", str(run.options.app), options=options)
-    except KeyboardInterrupt:
-        if superlink is None:
-            raise
-        raise LaunchFailed(
-            "interrupted while Flower was starting the run: the run may have started and continue; "
-            + flwr.how_to_stop("ID")
-        ) from None
-    run_id = str(answer["run-id"])
-    try:
-        outcome = flwr.follow(run_id, log)
-    except KeyboardInterrupt:
-        if superlink is not None:
-            flwr.stop(run_id)
-        raise
-    status, details = outcome["status"], outcome["status-details"]
-    if status == "finished:stopped":
-        raise LaunchFailed(f"somebody stopped run {run_id}: {details}")
-    if status != "finished:completed":
-        raise LaunchFailed(f"run {run_id} ended as {status}: {details}")
-
-
-@dataclass(frozen=True)
-class _Flwr:
-    """Flower's command ``flwr`` on one SuperLink; an empty ``connection`` means the default one."""
-
-    connection: Sequence[str]
-    env: Mapping[str, str]
-
-    def answer(self, *words: str, options: Sequence[str] = ()) -> dict[str, Any]:
-        """Run a command of ``flwr``, such as ``stop RUN_ID``; return the JSON that it prints.
-
-        If the command fails, the error is `LaunchFailed`, with the command's message.
-        """
-        done = subprocess.run(
-            [*self._words(*words), *options, "--format", "json"],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=self.env,
-        )
-        try:  # if flwr fails early, it prints text despite --format
-            answer: dict[str, Any] = json.loads(done.stdout)
-        except ValueError:
-            raise LaunchFailed(f"flwr {words[0]} failed: {done.stdout}{done.stderr}") from None
-        if not answer.get("success"):
-            raise LaunchFailed(f"flwr {words[0]} failed: {answer.get('error-message', answer)}")
-        return answer
-
-    def follow(self, run_id: str, log: RunLog) -> dict[str, Any]:
-        """Show a run's log until the run has finished; return its entry in ``flwr list``."""
-        program = Followed([*self._words("log", run_id), "--stream"], log, self.env)
-        try:
-            program.tell()
-            program.wait()
-        finally:
-            program.process.kill()
-        last_answer = time.monotonic()
-        while True:
-            try:
-                (outcome,) = self.answer("list", options=["--run-id", run_id])["runs"]
-            except LaunchFailed as error:
-                # The ServerApp may still be running.
-                if time.monotonic() - last_answer > _PATIENCE:
-                    raise LaunchFailed(
-                        f"the SuperLink has not answered for {_PATIENCE} s; run {run_id} may still "
-                        "be running: look at its run directory, and run `flwr list` once the "
-                        "SuperLink is back"
-                    ) from error
-            else:
-                last_answer = time.monotonic()
-                if str(outcome["status"]).startswith("finished"):
-                    return dict(outcome)
-            time.sleep(3)
-
-    def stop(self, run_id: str) -> None:
-        """Stop a run, because it would outlive this command and spend privacy budget."""
-        try:
-            self.answer("stop", run_id)
-        except (LaunchFailed, KeyboardInterrupt) as error:
-            raise LaunchFailed(
-                f"interrupted, but run {run_id} could not be stopped: it may continue and spend "
-                f"privacy budget; {self.how_to_stop(run_id)} ({error})"
-            ) from None
-
-    def how_to_stop(self, run_id: str) -> str:
-        """Return a text with the commands by which a person stops a run."""
-        where = "".join(f" {name}" for name in self.connection)
-        return f"`flwr list{where}` shows it, `flwr stop {run_id}{where}` ends it"
-
-    def _words(self, *words: str) -> list[str]:
-        return [executable("flwr"), *words, *self.connection]

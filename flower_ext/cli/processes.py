@@ -1,13 +1,11 @@
-"""Start the processes of a command, show their logs, wait for their ports, and end them."""
+"""Start the processes of a command, show their logs, and end them."""
 
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,7 +18,6 @@ from rich.text import Text
 
 from flower_ext.errors import FlowerExtError
 
-HOST = "127.0.0.1"
 _NAMED = re.compile(r"Run directory: (\S.*)")
 GRACE = 30
 """Seconds that an interrupted run has to write its last files."""
@@ -126,27 +123,6 @@ class Followed:
         for reader in self._readers:
             reader.join(2)  # a child of the program may hold its output open
         return status
-
-
-def free_port() -> int:
-    """Return a free port of the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until Flower's SuperLink, which is ``process``, listens on a port of loopback."""
-    deadline = time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < deadline:
-        with suppress(OSError), socket.create_connection((HOST, port), timeout=2):
-            return
-        time.sleep(0.1)
-    last_lines = log.read_text(encoding="utf-8", errors="replace")[-2000:]
-    raise LaunchFailed(
-        f"Flower's SuperLink did not start: nothing listens on port {port}; its exit status is "
-        f"{process.poll()}\n{last_lines}"
-    )
 
 
 def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

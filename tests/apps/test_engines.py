@@ -19,7 +19,8 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from flower_ext.cli.main import app as cli
-from flower_ext.cli.processes import environment, free_port
+from flower_ext.cli.processes import environment
+from flower_ext.cli.superlink import free_port
 from flower_ext.federation import run_in_process
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import num_nodes

@@ -39,16 +39,14 @@ from cryptography.hazmat.primitives.serialization import (
 
 from flower_ext.cli import main as command_line
 from flower_ext.cli.processes import (
-    HOST,
     LaunchFailed,
     end_groups,
     environment,
     executable,
-    free_port,
     signals_as_interrupts,
-    wait_for_port,
 )
 from flower_ext.cli.reaper import reaped
+from flower_ext.cli.superlink import HOST, free_port, wait_for_port
 from flower_ext.data import FOLDER_VARIABLE
 from flower_ext.files import write_whole
 from flower_ext.runs.directory import RUNS_VARIABLE, new_run_path

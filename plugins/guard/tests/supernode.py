@@ -27,7 +27,7 @@ from flwr.supercore.run import Run
 from flwr.supernode.main import create_app
 from flwr.supernode.nodestate import NodeStateFactory
 
-from flower_ext.cli.processes import HOST, free_port
+from flower_ext.cli.superlink import HOST, free_port
 
 PLAIN = Path(__file__).parent / "plain_app"
 NODE, RUN = 77, 4711

@@ -9,13 +9,8 @@ from tempfile import TemporaryDirectory
 import psutil
 import pytest
 
-from flower_ext.cli.launching import simulation_superlink
-from flower_ext.cli.processes import (
-    HOST,
-    environment,
-    executable,
-    free_port,
-)
+from flower_ext.cli.processes import environment, executable
+from flower_ext.cli.superlink import HOST, free_port, simulation_superlink
 from flower_ext.runs import RunDirectory
 from tests.support.apps import DP2_FEDSAM
 from tests.support.commands import SETS, Command
