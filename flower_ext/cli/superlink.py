@@ -93,7 +93,7 @@ def run_on_superlink(run: PreparedRun, env: Mapping[str, str], log: RunLog) -> N
         federation = f"num-supernodes={run.nodes} client-resources-num-cpus=1"
         options += ["--federation-config", federation]
     try:
-        answer = flwr.answer("run", str(run.options.app), options=options)
+        run_id = str(flwr.answer("run", str(run.options.app), options=options)["run-id"])
     except KeyboardInterrupt:
         if superlink is None:
             raise
@@ -101,7 +101,6 @@ def run_on_superlink(run: PreparedRun, env: Mapping[str, str], log: RunLog) -> N
             "interrupted while Flower was starting the run: the run may have started and continue; "
             + flwr.how_to_stop("ID")
         ) from None
-    run_id = str(answer["run-id"])
     try:
         outcome = flwr.follow(run_id, log)
     except KeyboardInterrupt:

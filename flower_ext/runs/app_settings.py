@@ -29,10 +29,8 @@ from flower_ext.errors import InvalidValue
 from flower_ext.files import read_toml
 from flower_ext.runs.settings import INCIDENTAL, Declaration, declarations, nearest
 
-# "method" and "upcycled" choose one of the methods that a paper compares, and no result depends on
-# "clients-per-node".
 _NOT_NAMED = {*INCIDENTAL, "method", "upcycled", "clients-per-node"}
-"""Settings whose changes the text about a file does not name."""
+"""Settings on which no result depends, and those that choose one of the methods of a paper."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +75,9 @@ class SettingsFile:
     def text(self, chosen: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
         """Return a text for a run's records: name, title, and ``chosen`` settings that differ."""
         values = {**defaults, **self.settings(chosen, defaults)}
-        changed = (name for name, value in chosen.items() if value != values[name])
-        names = ", ".join(name for name in changed if name not in _NOT_NAMED)
+        named = [name for name in chosen if name not in _NOT_NAMED and chosen[name] != values[name]]
         title = f" ({self.title})" if self.title else ""
-        return f"{self.name}{title}" + (f", changed: {names}" if names else "")
+        return f"{self.name}{title}" + (f", changed: {', '.join(named)}" if named else "")
 
 
 def _is_table(value: object, depth: int = 1) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from flower_ext.metrics import Spread, summarize
 from flower_ext.privacy import AdversaryView, Guarantee, epsilon_text
-from flower_ext.runs.directory import NotARun, Rounds, RunDirectory, Status
+from flower_ext.runs.directory import NotARun, Rounds, RunDirectory
 from flower_ext.runs.figures import Chart, Line, cumulative, draw_lines
 from flower_ext.runs.page import write_page
 from flower_ext.runs.settings import INCIDENTAL
@@ -19,8 +19,6 @@ from flower_ext.runs.settings import INCIDENTAL
 class _MeasuredRun:
     """The parts of a run that a comparison needs."""
 
-    path: Path
-    status: Status
     settings: Mapping[str, Any]
     """The run's configuration, with the completed rounds in place of the planned ones."""
     method: str
@@ -54,8 +52,6 @@ def _measured(run: RunDirectory) -> _MeasuredRun:
     if "rounds" in settings:
         settings["rounds"] = int(rounds.last)
     return _MeasuredRun(
-        path=run.path,
-        status=run.status,
         settings=settings,
         method=f"{method}, upcycled" if settings.get("upcycled") else method,
         rounds=rounds,
@@ -74,7 +70,8 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
     `NotARun`. The function returns the path of the HTML page.
     """
     # A run that counted twice would make the deviation over runs too small.
-    measured = [_measured(run) for run in {run.path.resolve(): run for run in runs}.values()]
+    runs = [*{run.path.resolve(): run for run in runs}.values()]
+    measured = [_measured(run) for run in runs]
     groups = _grouped(measured)
     folder.mkdir(parents=True, exist_ok=True)
     first = next(iter(groups.values()))
@@ -87,6 +84,7 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
         columns=columns,
         rows=[[row[name] for name in columns] for row in rows],
         runs=measured,
+        stopped=[run.path.name for run in runs if run.status == "budget-exhausted"],
         figures=_figures(groups, folder / "figures"),
     )
 

@@ -171,6 +171,14 @@ def test_a_failed_run_is_not_averaged_in(tmp_path):
         write_comparison([run], tmp_path, title="Failed")
 
 
+def test_a_run_that_its_budget_ended_is_named_below_the_table(tmp_path):
+    runs = [finished(tmp_path / name) for name in ("whole", "short")]
+    runs[1].finish("budget-exhausted")
+    write_comparison(runs, tmp_path, title="Budgets")
+    text = (tmp_path / "comparison.md").read_text(encoding="utf-8")
+    assert "Stopped early by their budget: short.\n" in text
+
+
 def record_level(path, *, upcycled, epsilon, provable):
     """Write a run with guarantees for records, and return it."""
     objective = LocalObjective(convex=True, gradient_bound=1.0)
