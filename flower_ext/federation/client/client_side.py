@@ -180,7 +180,7 @@ class ClientSide:
         return _number(records.FROZEN, 1)
 
     def _number_of_examples(self, context: Context) -> ArrayRecord:
-        """Return the number of training examples, as a reply to a training message reports it."""
+        """Return the number of training examples in this client's data."""
         policy = self.policy(context)
         policy.require_secure_sum("the number of examples", in_sum=False)
         data = policy.task(self.task).data(policy.partition)

@@ -101,7 +101,6 @@ def query_of(request: ClientRequest, kinds: Mapping[str, type[VectorQuery]]) -> 
 
 def masked_vector(query: VectorQuery, assignment: Assignment) -> RecordDict:
     """Return a client's answer to a query: its vector, bounded, noised and masked."""
-    vector = _vector(query, WorkView(assignment.work))
     request, policy = assignment.request, assignment.policy
     protection = request.round.protection
     with knowing_no_data():
@@ -114,6 +113,7 @@ def masked_vector(query: VectorQuery, assignment: Assignment) -> RecordDict:
         # `RoundEntries` refuses the number 0, which stands for a message without this entry.
         of_query = replace(request.round, number=request.round.query or 0)
         noise = policy.noise(of_query, f"{OF_QUERY} {query.name}")
+    vector = _vector(query, WorkView(assignment.work))
     # `released` clips to the protection's norm, for which the noise is calibrated, and not to the
     # norm in the query.
     cells = protection.released({"vector": vector}, noise)

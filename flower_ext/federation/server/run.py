@@ -286,7 +286,7 @@ class Run:
             run=self.checkpoints.run_id,
             number=training_round,
             seed=self.options.seed or 0,
-            diagnostics=self.options.diagnostics,
+            diagnostics=self.options.diagnostics and "query" not in more,
             withdrawn=withdrawn or (),
             seeded_noise=self.options.seeded_noise,
             **more,

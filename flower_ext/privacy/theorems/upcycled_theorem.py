@@ -52,7 +52,7 @@ from flower_ext.privacy.units import AdversaryView, NeighboringRelation, Privacy
 _SOURCE = "Yin et al., Upcycled-FL, Theorem"
 _ENDS = "training ends without an error, with finite numbers, whatever the records are"
 NEGLIGIBLE_DISTANCE = 1e-8
-"""Distance (L2) below which a minimiser counts as exact, since floating point allows no better."""
+"""Distance (L2) from the minimiser below which a guarantee assumes the model to be exact."""
 _ROUNDINGS = 4
 """Safety factor of `clipped_model_sensitivity` for the rounding of a model to its precision.
 
@@ -341,8 +341,8 @@ def _objective_guarantees(
         run,
         0.0,
         _ENDS,  # training adds the noise, so a client must not send a model whose training failed
-        arithmetic="floating point acts like real numbers (not proven against attacks on "
-        "low-order bits)",
+        arithmetic=f"a model within {NEGLIGIBLE_DISTANCE:g} of the minimiser acts like the exact "
+        "one, and floats like real numbers (not proven against attacks on low-order bits)",
     )
     return [
         claims.published(

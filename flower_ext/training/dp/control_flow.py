@@ -7,7 +7,7 @@ One way to read values is harmless. Hugging Face's models, for example, test whe
 a mask are 1. `DecidedTests` gives such tests an answer that depends on no example.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,7 +80,7 @@ class ControlFlowWatch(TorchDispatchMode):
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if not draws and not any(map(self.is_derived, inputs)):
             return func(*args, **(kwargs or {}))
-        written = [*_written(func, args)]
+        written = [*_written(func, args, kwargs or {})]
         if any(_storage(tensor) in self._model_storages for tensor in written):
             raise ReadsValues(f"{func} writes into the model")
         if _reads(func, inputs):
@@ -131,8 +131,9 @@ def _reads(func: Any, inputs: Sequence[Tensor]) -> bool:
     return not _READING_TAGS.isdisjoint(func.tags) or func in _READING_WITHOUT_TAG
 
 
-def _written(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
-    for value, argument in zip(args, func._schema.arguments, strict=False):
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    for place, argument in enumerate(func._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
         alias = argument.alias_info
         if isinstance(value, Tensor) and alias is not None and alias.is_write:
             yield value

@@ -245,6 +245,13 @@ def test_a_run_of_no_rounds_says_that_it_asks_no_query(logged):
     assert "num_rounds=0: no query of the plan is asked" in logged.text
 
 
+def test_a_query_asks_for_no_diagnostics_beside_its_masked_vector():
+    grid, _ = run(asking(diagnostics=True))
+    asked = [m.content["round"] for m in grid.sent if "query" in m.content]
+    assert len(asked) == CLIENTS
+    assert not any("diagnostics" in of_round for of_round in asked)
+
+
 def test_a_query_that_too_few_can_answer_is_reported_once(tmp_path, logged):
     account = tmp_path / "study.jsonl"
     account.touch()

@@ -35,6 +35,12 @@ def keeps(model, x):
     return False
 
 
+def keeps_by_keyword(model, x):
+    """Do the same by an operation that writes into its keyword argument ``out``."""
+    torch.add(model.seen * 0.5, x.detach().mean(dim=0), alpha=1e-7, out=model.seen)
+    return False
+
+
 READERS = {
     "a truth": lambda model, x: bool((x > 9).any()),
     "a condition": lambda model, x: [False, True][x.max() > 9],
@@ -55,6 +61,7 @@ READERS = {
     "the first rows": lambda model, x: bool((x[:2] < -9).all()),
     "a draw": lambda model, x: bool(torch.rand(()) > 2),
     "what is kept": keeps,
+    "what a keyword keeps": keeps_by_keyword,
 }
 SAME_ANSWER = {"what all say of each other", "what others say", "the first rows"}
 """Tests of whether all numbers of a tensor have a property; in one pass the answer is no."""
