@@ -154,9 +154,9 @@ def is_simulated(context: Context) -> bool:
     get_runtime_context = getattr(sys.modules.get("ray"), "get_runtime_context", None)
     if get_runtime_context is None:  # nobody has imported Ray, or not yet all of it
         return False
-    here = get_runtime_context()
+    worker = get_runtime_context()
     # Outside actors, Ray would log a warning if it were asked for the name of a function.
-    return here.get_actor_id() is not None and here.get_task_function_name() == _RAY_CLIENT
+    return worker.get_actor_id() is not None and worker.get_task_function_name() == _RAY_CLIENT
 
 
 def simulates(grid: Grid) -> bool:

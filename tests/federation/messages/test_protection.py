@@ -278,42 +278,32 @@ def test_a_protection_that_no_message_names_ends_the_run_at_once(base):
     assert not of_training(grid.sent)
 
 
+ALL_ENTRIES = RoundEntries(
+    number=7,
+    seed=3,
+    run="r",
+    diagnostics=True,
+    report_size=True,
+    training_loss=True,
+    remembered=0,
+    query=2,
+    withdrawn=[4, 9],
+    protection=OutputPerturbation(clipping_norm=1.0, noise_stddev=0.5),
+    seeded_noise=True,
+)
+
+
 @pytest.mark.parametrize("protection", PROTECTIONS)
 def test_entries_arrive_as_they_were_sent(protection):
     few = RoundEntries(number=1, seed=0, protection=protection)
     seeded = not isinstance(protection, ProtectedByServer | Unprotected)
-    all_entries = RoundEntries(
-        number=7,
-        seed=3,
-        run="r",
-        diagnostics=True,
-        report_size=True,
-        training_loss=True,
-        remembered=0,
-        query=2,
-        withdrawn=[4, 9],
-        protection=protection,
-        seeded_noise=seeded,
-    )
+    all_entries = replace(ALL_ENTRIES, protection=protection, seeded_noise=seeded)
     for entries in (few, all_entries):
         assert RoundEntries.of(entries.to_record()) == entries
 
 
 def test_the_names_of_entries_are_those_that_clients_read():
-    entries = RoundEntries(
-        number=7,
-        seed=3,
-        run="r",
-        diagnostics=True,
-        report_size=True,
-        training_loss=True,
-        remembered=0,
-        query=2,
-        withdrawn=[4],
-        protection=OutputPerturbation(clipping_norm=1.0, noise_stddev=0.5),
-        seeded_noise=True,
-    )
-    assert dict(entries.to_record()) == {
+    assert dict(ALL_ENTRIES.to_record()) == {
         "number": 7,
         "seed": 3,
         "run": "r",
@@ -322,7 +312,7 @@ def test_the_names_of_entries_are_those_that_clients_read():
         "training-loss": True,
         "remembered": 0,
         "query": 2,
-        "withdrawn": [4],
+        "withdrawn": [4, 9],
         "protection": "OutputPerturbation",
         "clipping-norm": 1.0,
         "noise-stddev": 0.5,
